@@ -1,0 +1,104 @@
+"""What goes into the engine and what comes out. No torch here: servers and tests import it alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from valuspec.errors import RequestError
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+#: Longest stop string, in characters: bounds the text held back while a match is possible.
+MAX_STOP_CHARS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to generate. `temperature == 0` is greedy; otherwise draws are keyed by (seed, position)."""
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    speculative: bool = True
+    """False decodes one token a step; the tokens are the same either way."""
+
+    def __post_init__(self) -> None:
+        """Raise RequestError naming the first parameter out of range."""
+        rules = [
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", 0.0 <= self.temperature <= 2.0, "between 0 and 2"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "0 (all) or more"),
+            ("seed", 0 <= self.seed < 2**63, "between 0 and 2^63 - 1"),
+            (
+                "stop",
+                all(0 < len(s) <= MAX_STOP_CHARS for s in self.stop),
+                f"strings of 1 to {MAX_STOP_CHARS} characters",
+            ),
+        ]
+        for name, holds, limit in rules:
+            if not holds:
+                value = getattr(self, name)
+                raise RequestError(f"{name} is {value!r}; it must be {limit}", param=name)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One prompt to continue. `namespace` keeps tenants apart in every draft source."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    namespace: str = "default"
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestStats:
+    """Counters of one request. Times are seconds; `num_accepted_tokens` excludes bonus tokens."""
+
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_steps: int = 0
+    """Target forwards after prefill; each yields its accepted tokens and one bonus token."""
+    num_offered_nodes: int = 0
+    """Candidate nodes before valuation."""
+    num_draft_tokens: int = 0
+    """Nodes kept by valuation, i.e. verified by the target."""
+    num_accepted_tokens: int = 0
+    acceptance_histogram: list[int] = field(default_factory=lambda: [0] * 17)
+    """Entry k counts the steps that accepted k draft tokens."""
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    draft_s: float = 0.0
+    valuation_s: float = 0.0
+    forward_s: float = 0.0
+    threshold_version: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """What one engine step produced for one request.
+
+    `text` is the newly settled text: held back while it could begin a stop string or end inside
+    a UTF-8 sequence. `finish_reason` and `stats` are set on the request's last output only.
+    `error` is a message for the operator's log, set when finish_reason is "error".
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None = None
+    stats: RequestStats | None = None
+    error: str | None = None
