@@ -1,0 +1,213 @@
+"""The target's forward pass: one lean block for the Llama family, transformers' modules otherwise.
+
+Both read `Rows`, write their keys and values through `TwoZoneAttention` and return logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AttentionInterface, PreTrainedModel
+
+from valuspec.engine.attention import TwoZoneAttention
+from valuspec.engine.kv_cache import KvCache
+from valuspec.engine.linear import PackedLinear
+from valuspec.engine.rows import Rows
+from valuspec.errors import ModelError
+
+#: Architectures whose block is: RMSNorm, rotary grouped-query attention (optional biases and
+#: q/k norms), RMSNorm, SwiGLU, both residual.
+LEAN_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+#: Rotary variants whose angles depend on the position alone.
+STATIC_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+
+
+class Decoder(Protocol):
+    """A target model's forward pass."""
+
+    def forward(self, rows: Rows, cache: KvCache) -> torch.Tensor:
+        """Store the rows' keys and values; return logits [len(rows.logit_rows), vocabulary]."""
+        ...
+
+
+def build_decoder(model: PreTrainedModel, max_model_len: int) -> Decoder:
+    """Choose the decoder for a loaded transformers model."""
+    config = model.config
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if config.model_type in LEAN_MODEL_TYPES and rope in STATIC_ROPE_TYPES:
+        return LeanDecoder(model, max_model_len)
+    return TransformersDecoder(model)
+
+
+@dataclass(slots=True)
+class _Layer:
+    input_norm: torch.Tensor
+    qkv: PackedLinear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: PackedLinear
+    post_norm: torch.Tensor
+    gate_up: PackedLinear
+    down: PackedLinear
+    window: int | None
+
+
+class LeanDecoder:
+    """Llama, Mistral, Qwen2, Qwen3, SmolLM: few operations per layer, packed linear layers."""
+
+    def __init__(self, model: Any, max_model_len: int) -> None:
+        config = model.config
+        self.num_heads: int = config.num_attention_heads
+        self.num_kv_heads: int = config.num_key_value_heads
+        attention = model.model.layers[0].self_attn
+        self.head_size: int = attention.head_dim
+        self.scaling: float = attention.scaling
+        self.eps: float = config.rms_norm_eps
+        self.embedding: torch.Tensor = model.model.embed_tokens.weight.detach()
+        self.norm: torch.Tensor = model.model.norm.weight.detach()
+        self.head = PackedLinear(model.lm_head.weight, model.lm_head.bias)
+        self.layers = [_pack_layer(layer, config) for layer in model.model.layers]
+        with torch.inference_mode():
+            positions = torch.arange(max_model_len, device=self.embedding.device)[None]
+            cos, sin = model.model.rotary_emb(self.embedding[:1], positions)
+        # The rotated half enters with a sign: (-x2, x1) * sin == (x2, x1) * (-sin, sin).
+        sign = torch.ones_like(sin[0, 0])
+        sign[: len(sign) // 2] = -1
+        self.cos: torch.Tensor = cos[0, :, None]  # [max_model_len, 1, head size]
+        self.sin: torch.Tensor = (sin[0] * sign)[:, None]
+
+    @torch.inference_mode()
+    def forward(self, rows: Rows, cache: KvCache) -> torch.Tensor:
+        attention = TwoZoneAttention(rows, cache)
+        hidden = self.embedding.index_select(0, rows.token_ids)
+        cos = self.cos.index_select(0, rows.positions)
+        sin = self.sin.index_select(0, rows.positions)
+        heads, kv_heads, size = self.num_heads, self.num_kv_heads, self.head_size
+        for index, layer in enumerate(self.layers):
+            x = functional.rms_norm(hidden, hidden.shape[-1:], layer.input_norm, self.eps)
+            qkv = layer.qkv(x).view(len(x), heads + 2 * kv_heads, size)
+            query_key, value = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+            if layer.q_norm is not None:
+                q, k = query_key[:, :heads], query_key[:, heads:]
+                q = functional.rms_norm(q, (size,), layer.q_norm, self.eps)
+                k = functional.rms_norm(k, (size,), layer.k_norm, self.eps)
+                query_key = torch.cat([q, k], dim=1)
+            query_key = torch.addcmul(query_key * cos, query_key.roll(size // 2, -1), sin)
+            query, key = query_key[:, :heads] * self.scaling, query_key[:, heads:]
+            x = attention.attend(index, query, key, value, window=layer.window)
+            hidden = hidden + layer.output(x)
+            x = functional.rms_norm(hidden, hidden.shape[-1:], layer.post_norm, self.eps)
+            gate, up = layer.gate_up(x).chunk(2, dim=-1)
+            hidden = hidden + layer.down(functional.silu(gate).mul_(up))
+        hidden = hidden.index_select(0, rows.logit_rows)
+        hidden = functional.rms_norm(hidden, hidden.shape[-1:], self.norm, self.eps)
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
+def _pack_layer(layer: Any, config: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    window = getattr(attention, "sliding_window", None)
+    if config.model_type == "mistral":
+        window = config.sliding_window
+    return _Layer(
+        input_norm=layer.input_layernorm.weight.detach(),
+        qkv=_fuse(attention.q_proj, attention.k_proj, attention.v_proj),
+        q_norm=_weight_of(attention, "q_norm"),
+        k_norm=_weight_of(attention, "k_norm"),
+        output=_fuse(attention.o_proj),
+        post_norm=layer.post_attention_layernorm.weight.detach(),
+        gate_up=_fuse(mlp.gate_proj, mlp.up_proj),
+        down=_fuse(mlp.down_proj),
+        window=window,
+    )
+
+
+def _weight_of(module: Any, name: str) -> torch.Tensor | None:
+    child = getattr(module, name, None)
+    return None if child is None else child.weight.detach()
+
+
+def _fuse(*linears: nn.Linear) -> PackedLinear:
+    """One product for several layers that read the same input."""
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    if linears[0].bias is None:
+        return PackedLinear(weight)
+    return PackedLinear(weight, torch.cat([linear.bias.detach() for linear in linears]))
+
+
+_IMPLEMENTATION = "valuspec_two_zone"
+
+
+class TransformersDecoder:
+    """Any other decoder-only architecture, through transformers' attention-interface registry."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        _pack_linears(model)
+        self._attention: TwoZoneAttention | None = None
+        self._layers_seen = 0
+        # One registry entry per instance: the function finds its forward through the closure.
+        name = f"{_IMPLEMENTATION}_{id(self)}"
+        AttentionInterface.register(name, self._attend)
+        model.config._attn_implementation = name
+
+    @torch.inference_mode()
+    def forward(self, rows: Rows, cache: KvCache) -> torch.Tensor:
+        self._attention = TwoZoneAttention(rows, cache)
+        self._layers_seen = 0
+        logits: torch.Tensor = self.model(
+            input_ids=rows.token_ids[None],
+            position_ids=rows.positions[None],
+            use_cache=False,
+            logits_to_keep=rows.logit_rows,
+        ).logits
+        if self._layers_seen != cache.num_layers:
+            raise ModelError(
+                f"{self.model.config.model_type}: {self._layers_seen} of {cache.num_layers} layers "
+                "use transformers' attention interface; this architecture is not supported"
+            )
+        return logits[0]
+
+    def _attend(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, None]:
+        """Called by transformers with query, key, value [1, heads, padded rows, head size]."""
+        if self._attention is None:
+            raise ModelError("attention called outside a forward")
+        if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
+            raise ModelError("attention sinks and position biases are not supported")
+        self._layers_seen += 1
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        out = self._attention.attend(
+            module.layer_idx,
+            (query[0] * scale).transpose(0, 1).contiguous(),
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            window=sliding_window,
+            softcap=softcap,
+        )
+        return out.view(1, len(out), query.shape[1], query.shape[3]), None
+
+
+def _pack_linears(module: nn.Module, wrap: Callable[..., nn.Module] = PackedLinear) -> None:
+    """Replace every nn.Linear below `module` by its packed counterpart."""
+    for name, child in module.named_children():
+        if type(child) is nn.Linear:
+            setattr(module, name, wrap(child.weight, child.bias))
+        else:
+            _pack_linears(child, wrap)
