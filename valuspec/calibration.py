@@ -1,0 +1,186 @@
+"""Learn a threshold set from the target's own greedy trajectories. No training: counting.
+
+1. Replay the calibration trajectories and label every edge that was put to the test.
+2. Count by signature: transfer rates.
+3. Per batch bucket, find the price of a second and the threshold tau that give the most tokens
+   per second in exact replay.
+
+The trajectories must not be in the draft sources they are replayed with: an answer that meets
+itself in the store would call every match perfect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from valuspec import valuation
+from valuspec.cost import CostStaircase
+from valuspec.drafting.drafter import Drafter
+from valuspec.errors import ThresholdError
+from valuspec.evidence import NUM_CODES, signatures
+from valuspec.replay import Trajectory, filtered, labels, replay, steps, unfiltered
+from valuspec.thresholds import BatchBucket, ThresholdSet
+
+TAUS = (0.0, 0.01, 0.02, 0.04, 0.08)
+MIN_LABELS = 200
+
+Counts = NDArray[np.int64]
+
+
+def calibrate(
+    trajectories: Sequence[Trajectory],
+    drafter: Drafter,
+    costs: Mapping[int, CostStaircase],
+    *,
+    model_fingerprint: str,
+    provenance: Mapping[str, Any],
+    rounds: int = 3,
+) -> ThresholdSet:
+    """Make a threshold set; raises ThresholdError when there is too little to learn from.
+
+    costs: cost staircase by largest batch size of its bucket.
+    rounds: where a step begins depends on what the step before had accepted, hence on the
+    thresholds; each round counts along the steps of the set before it.
+    """
+    seen, taken = count_transfers(trajectories, drafter)
+    if seen.sum() < MIN_LABELS:
+        raise ThresholdError(
+            f"{seen.sum()} labelled edges in {len(trajectories)} trajectories; "
+            f"at least {MIN_LABELS} needed"
+        )
+    buckets = tuple(
+        BatchBucket(size, 0.0, 1.0 / cost.seconds[0], cost) for size, cost in sorted(costs.items())
+    )
+    made = ThresholdSet(
+        model_fingerprint=model_fingerprint,
+        seen=seen,
+        taken=taken,
+        buckets=buckets,
+        provenance=dict(provenance),
+    )
+    for _ in range(rounds):
+        made = replace(made, buckets=tuple(
+            _price(made, index, trajectories, drafter) for index in range(len(buckets))
+        ))  # fmt: skip
+        seen, taken = count_transfers(trajectories, drafter, made)
+        made = replace(made, seen=seen, taken=taken)
+    return replace(made, buckets=tuple(
+        _best_tau(made, index, trajectories, drafter) for index in range(len(buckets))
+    ))  # fmt: skip
+
+
+def count_transfers(
+    trajectories: Sequence[Trajectory], drafter: Drafter, thresholds: ThresholdSet | None = None
+) -> tuple[Counts, Counts]:
+    """(seen, taken) by signature, int64 [NUM_CODES], along the steps decoding would make."""
+    select = unfiltered if thresholds is None else filtered(thresholds)
+    seen, taken = np.zeros(NUM_CODES, np.int64), np.zeros(NUM_CODES, np.int64)
+    for trajectory in trajectories:
+        for step in steps(trajectory, drafter, select):
+            codes = signatures(step.candidate.evidence)
+            tested, followed = labels(step.candidate, step.future)
+            np.add.at(seen, codes[tested], 1)
+            np.add.at(taken, codes[followed], 1)
+    return seen, taken
+
+
+def _price(
+    thresholds: ThresholdSet,
+    index: int,
+    trajectories: Sequence[Trajectory],
+    drafter: Drafter,
+) -> BatchBucket:
+    """Fixed point of the price of a second: nodes pay at the rate that keeping them brings."""
+    bucket = thresholds.buckets[index]
+    tally = _replayed(thresholds, bucket, trajectories, drafter)
+    return replace(bucket, stream_tok_s=tally)
+
+
+def _best_tau(
+    thresholds: ThresholdSet,
+    index: int,
+    trajectories: Sequence[Trajectory],
+    drafter: Drafter,
+) -> BatchBucket:
+    options = [replace(thresholds.buckets[index], tau=tau) for tau in TAUS]
+    speeds = [_replayed(thresholds, option, trajectories, drafter) for option in options]
+    return options[int(np.argmax(speeds))]
+
+
+def _replayed(
+    thresholds: ThresholdSet,
+    bucket: BatchBucket,
+    trajectories: Sequence[Trajectory],
+    drafter: Drafter,
+) -> float:
+    trial = replace(thresholds, buckets=(bucket,))
+    return replay(trajectories, drafter, filtered(trial), bucket.cost).tok_s
+
+
+@dataclass(frozen=True, slots=True)
+class Reliability:
+    """How well values foretell what the target accepts, over reached and unreached nodes alike."""
+
+    num_nodes: int
+    expected_calibration_error: float
+    brier: float
+    auc: float
+    mean_value: tuple[float, ...]
+    share_accepted: tuple[float, ...]
+    bin_sizes: tuple[int, ...]
+
+
+def reliability(
+    trajectories: Sequence[Trajectory],
+    drafter: Drafter,
+    thresholds: ThresholdSet,
+    *,
+    num_bins: int = 10,
+) -> Reliability:
+    """Compare values with outcomes along the steps the thresholds lead to."""
+    value_parts: list[NDArray[np.float32]] = [np.empty(0, np.float32)]
+    outcome_parts = [np.empty(0, bool)]
+    for trajectory in trajectories:
+        for step in steps(trajectory, drafter, filtered(thresholds)):
+            value_parts.append(valuation.values(step.candidate, thresholds))
+            outcome_parts.append(labels(step.candidate, step.future)[1])
+    return score(np.concatenate(value_parts), np.concatenate(outcome_parts), num_bins=num_bins)
+
+
+def score(
+    value: NDArray[np.floating[Any]], outcome: NDArray[np.bool_], *, num_bins: int = 10
+) -> Reliability:
+    """Calibration error, Brier score and AUC of `value` [n] against `outcome` [n]."""
+    bins = np.minimum((value * num_bins).astype(int), num_bins - 1)
+    sizes = np.bincount(bins, minlength=num_bins)
+    filled = np.maximum(sizes, 1)
+    mean_value = np.bincount(bins, value, num_bins) / filled
+    accepted = np.bincount(bins, outcome, num_bins) / filled
+    return Reliability(
+        num_nodes=len(value),
+        expected_calibration_error=float(
+            np.sum(sizes * np.abs(mean_value - accepted)) / max(1, len(value))
+        ),
+        brier=float(np.mean((value - outcome) ** 2)) if len(value) else 0.0,
+        auc=_auc(value, outcome),
+        mean_value=tuple(mean_value.tolist()),
+        share_accepted=tuple(accepted.tolist()),
+        bin_sizes=tuple(sizes.tolist()),
+    )
+
+
+def _auc(value: NDArray[np.floating[Any]], outcome: NDArray[np.bool_]) -> float:
+    """Chance that an accepted node is valued above a rejected one; ties count half."""
+    positives = int(outcome.sum())
+    negatives = len(outcome) - positives
+    if not positives or not negatives:
+        return float("nan")
+    _, inverse, counts = np.unique(value, return_inverse=True, return_counts=True)
+    mean_rank = np.cumsum(counts) - (counts - 1) / 2
+    ranks = float(mean_rank[inverse][outcome].sum())
+    return (ranks - positives * (positives + 1) / 2) / (positives * negatives)

@@ -1,0 +1,69 @@
+"""Verify cost: measured seconds of one target forward, by rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from valuspec.errors import ThresholdError
+
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class CostStaircase:
+    """c(n): seconds of one forward in which each request of the batch has n rows.
+
+    n = 1 is plain decoding. Points are ascending in rows and never fall in seconds; between two
+    points the cost is interpolated, beyond the last it grows at the last slope. A stair, as
+    padded kernels have, is written as two points one row apart.
+    """
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        """Raise ThresholdError naming the broken rule."""
+        if len(self.rows) < 2 or len(self.rows) != len(self.seconds):
+            raise ThresholdError(
+                f"cost staircase has {len(self.rows)} rows and {len(self.seconds)} times; "
+                "at least two of each expected"
+            )
+        if self.rows[0] != 1 or any(b <= a for a, b in zip(self.rows, self.rows[1:], strict=False)):
+            raise ThresholdError(f"cost rows {self.rows} must ascend from 1")
+        if not all(np.isfinite(s) and s > 0 for s in self.seconds):
+            raise ThresholdError(f"cost times {self.seconds} must be positive seconds")
+        if any(b < a for a, b in zip(self.seconds, self.seconds[1:], strict=False)):
+            raise ThresholdError(f"cost times {self.seconds} must not fall with more rows")
+
+    @classmethod
+    def from_points(cls, rows: Sequence[int], seconds: Sequence[float]) -> CostStaircase:
+        """Build from measured points: noise that makes more rows look cheaper is levelled out.
+
+        A point above a later one is lowered to it: the larger forward could have done its work.
+        """
+        levelled = np.minimum.accumulate(np.asarray(seconds, float)[::-1])[::-1]
+        return cls(tuple(int(n) for n in rows), tuple(float(s) for s in levelled))
+
+    @classmethod
+    def measure(
+        cls, forward: Callable[[int], float], rows: Sequence[int] = ROWS, repeats: int = 5
+    ) -> CostStaircase:
+        """Time `forward(n)`, which runs n rows per request and returns seconds; medians."""
+        forward(rows[-1])  # warm-up
+        turns = [[forward(n) for n in rows] for _ in range(repeats)]
+        return cls.from_points(rows, [median(times) for times in zip(*turns, strict=True)])
+
+    def table(self, max_rows: int) -> NDArray[np.float64]:
+        """Seconds for 1..max_rows rows, float64 [max_rows]."""
+        n = np.arange(1, max_rows + 1, dtype=float)
+        inside = np.interp(n, self.rows, self.seconds)
+        slope = (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
+        return np.where(n > self.rows[-1], self.seconds[-1] + slope * (n - self.rows[-1]), inside)
+
+    def to_json(self) -> dict[str, list[float]]:
+        return {"rows": list(self.rows), "seconds": list(self.seconds)}

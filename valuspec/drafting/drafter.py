@@ -1,0 +1,104 @@
+"""Draft sources of a replica and of each request, behind one call per step: `propose`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from valuspec.drafting.candidates import CandidateBuilder
+from valuspec.drafting.suffix import MAX_MATCH, Continuations, SuffixIndex
+from valuspec.evidence import CandidateTree, Source
+from valuspec.tree import DraftTree
+
+MAX_DEPTH = 15
+"""Deepest draft. The engine's exact attention reads 16 tokens along a path, the root included."""
+MAX_ROWS = 256
+PROMPT_TAIL = 4
+"""Prompt tokens before a retrieved answer: about a chat template's opening of the answer."""
+
+IntArray = NDArray[np.int32]
+TokenIds = Sequence[int] | IntArray
+
+
+class Drafter:
+    """Draft sources of one replica: a store of recent answers, and sessions that search it.
+
+    One token budget serves all namespaces; the oldest tokens go first, whoever wrote them. A
+    session sees answers of its own namespace only. Not thread-safe: the engine's thread owns it.
+    """
+
+    def __init__(self, *, shared_tokens: int = 1 << 16, retrieved_tokens: int = 1 << 13) -> None:
+        self._shared = SuffixIndex(shared_tokens)
+        self._retrieved_tokens = retrieved_tokens
+        self._owners: dict[str, int] = {}
+        self._builder = CandidateBuilder()
+        self._found = Continuations.allocate(MAX_ROWS, MAX_DEPTH)
+
+    def start(self, namespace: str, prompt_ids: TokenIds) -> DraftSession:
+        """Open the draft session of one request."""
+        return DraftSession(self, self._owner(namespace), prompt_ids)
+
+    def remember(self, namespace: str, prompt_ids: TokenIds, output_ids: TokenIds) -> None:
+        """Add a finished answer to the shared store, the end of its prompt as context."""
+        prompt = np.asarray(prompt_ids[-MAX_MATCH:], np.int32)
+        owner = self._owner(namespace)
+        self._shared.append(prompt, 0, owner)
+        self._shared.append(np.asarray(output_ids, np.int32), 1, owner)
+        self._shared.end_document(owner)
+
+    def _owner(self, namespace: str) -> int:
+        return self._owners.setdefault(namespace, len(self._owners))
+
+
+class DraftSession:
+    """Draft sources of one request: its own text, the trees retrieved for it, the shared store."""
+
+    def __init__(self, drafter: Drafter, owner: int, prompt_ids: TokenIds) -> None:
+        prompt = np.asarray(prompt_ids, np.int32)
+        self._drafter = drafter
+        self._owner = owner
+        self._own = SuffixIndex(len(prompt) + 4096)
+        self._retrieved: SuffixIndex | None = None
+        self._opening = prompt[-PROMPT_TAIL:]
+        self._tail = prompt[:0]
+        self._extend(prompt)
+
+    def extend(self, token_ids: TokenIds) -> None:
+        """Append the tokens the target has produced."""
+        self._extend(np.asarray(token_ids, np.int32))
+
+    def _extend(self, tokens: IntArray) -> None:
+        self._own.append(tokens)
+        self._tail = np.concatenate((self._tail, tokens[-MAX_MATCH:]))[-MAX_MATCH:]
+
+    def add_retrieved(self, trees: Iterable[DraftTree]) -> None:
+        """Search these trees too; each hangs off the end of a prompt like this one.
+
+        A tree becomes one document per leaf. A branch repeats up to MAX_MATCH tokens before its
+        branching point, with weight 0, so that contexts match there and nothing counts twice.
+        """
+        if self._retrieved is None:
+            self._retrieved = SuffixIndex(self._drafter._retrieved_tokens)
+        for tree in trees:
+            seen = np.zeros(len(tree), bool)
+            for path in tree.leaf_paths():
+                nodes = np.asarray(path, np.int64)
+                first_new = int(np.argmin(seen[nodes]))
+                start = max(0, first_new - MAX_MATCH)
+                weights = np.where(seen[nodes], 0, tree.counts[nodes]).astype(np.int32)
+                seen[nodes] = True
+                if start == 0:
+                    self._retrieved.append(self._opening, 0)
+                self._retrieved.append(tree.tokens[nodes[start:]], weights[start:])
+                self._retrieved.end_document()
+
+    def propose(self, max_nodes: int = 64, max_depth: int = MAX_DEPTH) -> CandidateTree:
+        """Candidate tree for the next step; empty when the context's end is new."""
+        drafter, found = self._drafter, self._drafter._found
+        rows = self._own.search(self._tail, found, 0, Source.OWN.value)
+        if self._retrieved is not None:
+            rows = self._retrieved.search(self._tail, found, rows, Source.RETRIEVED.value)
+        rows = drafter._shared.search(self._tail, found, rows, Source.SHARED.value, self._owner)
+        return drafter._builder.build(found, rows, max_nodes, min(max_depth, MAX_DEPTH))

@@ -1,0 +1,149 @@
+"""What is known of the edges of a candidate tree before the target is asked, and its signature.
+
+An edge u→v is the claim that the target, having produced u, goes on to v. Its evidence is put
+into coarse buckets; edges with equal buckets share a signature, an integer code, and with it a
+transfer rate. Edges proposed by a draft model carry a probability instead of occurrences and
+have signatures of their own.
+"""
+
+from __future__ import annotations
+
+from enum import IntFlag
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from valuspec.jit import kernel
+from valuspec.tree import DraftTree
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+
+
+class Source(IntFlag):
+    """Where an edge was seen; edges seen in several places combine them."""
+
+    OWN = 1
+    """In the request's own prompt and output."""
+    RETRIEVED = 2
+    """In draft trees of similar earlier requests."""
+    SHARED = 4
+    """In the store of recent answers that all requests of the namespace share."""
+
+
+class Evidence(NamedTuple):
+    """One entry per node v of a candidate tree, for the edge u→v from its parent (or the context).
+
+    An occurrence is an earlier place where the context's end was seen; its match length is the
+    number of equal tokens before the draft begins.
+    """
+
+    sources: IntArray
+    """`Source` bits of the occurrences that go on to v; 0 for a draft model's edge."""
+    match_length: IntArray
+    """Longest match among the occurrences that go on to v, in tokens."""
+    parent_match_length: IntArray
+    """Longest match among the occurrences that go on from u at all: more than `match_length`
+    when a longer match disagrees."""
+    occurrences: IntArray
+    """How often the target went on to v in the occurrences found."""
+    parent_occurrences: IntArray
+    """The same for all children of u."""
+    depth: IntArray
+    """1 for children of the context."""
+    share: FloatArray
+    """Share of v among u's continuations, longer matches weighing more; 0 to 1."""
+    probability: FloatArray
+    """Draft model's conditional probability of v, or NaN."""
+
+    @classmethod
+    def of_tree(cls, tree: DraftTree, match_length: int = 16) -> Evidence:
+        """Evidence of a stored tree alone, taken for retrieved and for matched this far."""
+        total = np.zeros(len(tree) + 1, np.int64)  # last entry serves parent -1
+        np.add.at(total, tree.parents, tree.counts)
+        total = total[tree.parents]
+        length = np.full(len(tree), match_length, np.int32)
+        return cls(
+            np.full(len(tree), int(Source.RETRIEVED), np.int32),
+            length,
+            length,
+            tree.counts,
+            np.minimum(total, np.iinfo(np.int32).max).astype(np.int32),
+            tree.depths(),
+            (tree.counts / total).astype(np.float32),
+            np.full(len(tree), np.nan, np.float32),
+        )
+
+    @classmethod
+    def of_draft_model(cls, tree: DraftTree, probability: FloatArray) -> Evidence:
+        """Evidence of a tree drafted by a model: `probability` [num_nodes] given the parent."""
+        zeros = np.zeros(len(tree), np.int32)
+        return cls(
+            zeros, zeros, zeros, zeros, zeros, tree.depths(), zeros.astype(np.float32),
+            np.asarray(probability, np.float32),
+        )  # fmt: skip
+
+
+class CandidateTree(NamedTuple):
+    """What the draft sources supply for one step, before valuation."""
+
+    tree: DraftTree
+    evidence: Evidence
+
+    def __len__(self) -> int:
+        return len(self.tree.tokens)
+
+
+# Bucket edges: bucket b holds values from EDGES[b - 1] (inclusive) to EDGES[b] (exclusive).
+SHARE_EDGES = np.array([0.01, 0.03, 0.07, 0.15, 0.3, 0.45, 0.6, 0.75, 0.88, 0.96, 0.9999])
+LENGTH_EDGES = np.array([2, 3, 4, 6, 8, 12, 16])
+COUNT_EDGES = np.array([2, 4, 8, 16])
+DEPTH_EDGES = np.array([2, 3, 5, 9])
+PROBABILITY_EDGES = np.array([0.01, 0.03, 0.07, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95, 0.99])
+
+SHAPE = (
+    len(SHARE_EDGES) + 1,
+    len(LENGTH_EDGES) + 1,
+    len(COUNT_EDGES) + 1,
+    2,  # a longer match disagrees
+    len(DEPTH_EDGES) + 1,
+    8,  # Source bits
+)
+"""Buckets of an occurrence edge, the most telling first: rates back off from the right."""
+DRAFT_MODEL_SHAPE = (len(PROBABILITY_EDGES) + 1, len(DEPTH_EDGES) + 1)
+NUM_OCCURRENCE_CODES = int(np.prod(SHAPE))
+NUM_CODES = NUM_OCCURRENCE_CODES + int(np.prod(DRAFT_MODEL_SHAPE))
+
+
+def signatures(evidence: Evidence) -> IntArray:
+    """Code of each edge, int32 [num_nodes] in [0, NUM_CODES)."""
+    codes = np.empty(len(evidence.depth), np.int32)
+    _signatures(evidence, codes)
+    return codes
+
+
+@kernel
+def _signatures(evidence: Evidence, codes: IntArray) -> None:
+    for i in range(codes.size):
+        depth = _bucket(DEPTH_EDGES, evidence.depth[i])
+        probability = evidence.probability[i]
+        if not np.isnan(probability):
+            row = _bucket(PROBABILITY_EDGES, probability)
+            codes[i] = NUM_OCCURRENCE_CODES + row * DRAFT_MODEL_SHAPE[1] + depth
+            continue
+        code = _bucket(SHARE_EDGES, evidence.share[i])
+        code = code * SHAPE[1] + _bucket(LENGTH_EDGES, evidence.match_length[i])
+        code = code * SHAPE[2] + _bucket(COUNT_EDGES, evidence.parent_occurrences[i])
+        disagrees = evidence.parent_match_length[i] > evidence.match_length[i]
+        code = code * SHAPE[3] + (1 if disagrees else 0)
+        code = code * SHAPE[4] + depth
+        codes[i] = code * SHAPE[5] + (evidence.sources[i] & 7)
+
+
+@kernel
+def _bucket(edges: NDArray[np.float64], value: float) -> int:
+    bucket = 0
+    while bucket < edges.size and value >= edges[bucket]:
+        bucket += 1
+    return bucket

@@ -1,0 +1,20 @@
+"""Compile numeric kernels with numba, typed for the rest of the code.
+
+numba keys its on-disk cache by the file of the compiled function alone. A kernel therefore calls
+only kernels of its own file and reads only constants of its own file; otherwise an edit elsewhere
+would leave a stale compiled copy behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+from numba import njit
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def kernel(function: F) -> F:
+    """Compile `function` to machine code on first call; releases the GIL while it runs."""
+    return cast(F, njit(cache=True, nogil=True)(function))

@@ -1,0 +1,98 @@
+"""Value candidate nodes before the target verifies them, and keep those that pay.
+
+    evidence of an edge  ->  transfer rate  ->  product along the path = value  ->  kept nodes
+
+`keep` sees trees and thresholds and returns node indices. It cannot reach what the target
+accepts: a bad threshold costs speed, never a token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from valuspec import evidence
+from valuspec.evidence import CandidateTree, Evidence, signatures
+from valuspec.jit import kernel
+from valuspec.thresholds import MAX_NODES, BatchBucket, ThresholdSet
+from valuspec.tree import DraftTree
+
+__all__ = ["BatchBucket", "ThresholdSet", "keep", "prune_retrieved", "values"]
+
+FloatArray = NDArray[np.float32]
+IntArray = NDArray[np.int32]
+
+
+def values(candidate: CandidateTree, thresholds: ThresholdSet) -> FloatArray:
+    """Estimated probability that verification reaches each node, float32 [num_nodes]."""
+    out = np.empty(len(candidate), np.float32)
+    _values(signatures(candidate.evidence), candidate.tree.parents, thresholds.rates, out)
+    return out
+
+
+def keep(
+    candidate: CandidateTree, thresholds: ThresholdSet, *, batch_size: int, max_nodes: int
+) -> IntArray:
+    """Indices of the nodes worth verifying: ascending and ancestor-closed, perhaps none.
+
+    Nodes are taken by falling value. Of all prefixes of that order, the one is kept whose
+    expected tokens exceed the price of its verify cost by most; nodes below tau never count.
+    """
+    bucket = thresholds.bucket_index(batch_size)
+    return _keep(
+        values(candidate, thresholds),
+        thresholds.buckets[bucket].tau,
+        thresholds.prices[bucket],
+        min(max_nodes, MAX_NODES),
+    )
+
+
+def prune_retrieved(tree: DraftTree, thresholds: ThresholdSet, similarity: float) -> IntArray:
+    """Indices of a stored tree's nodes that some step could keep: ascending, ancestor-closed.
+
+    Where the context will match is not known yet, so an edge counts with the best rate its own
+    counts could earn at any match length and depth.
+    """
+    if similarity < thresholds.min_similarity:
+        return np.empty(0, np.int32)
+    tau = min(bucket.tau for bucket in thresholds.buckets)
+    alone = Evidence.of_tree(tree)
+    by_signature = thresholds.rates[: evidence.NUM_OCCURRENCE_CODES].reshape(evidence.SHAPE)
+    best = by_signature.max(axis=(1, 3, 4, 5))  # [share, parent count]
+    share = np.searchsorted(evidence.SHARE_EDGES, alone.share, side="right")
+    count = np.searchsorted(evidence.COUNT_EDGES, alone.parent_occurrences, side="right")
+    possible = (best[share, count] >= tau).tolist()
+    for node, parent in enumerate(tree.parents.tolist()):
+        possible[node] = possible[node] and (parent < 0 or possible[parent])
+    return np.flatnonzero(possible).astype(np.int32)
+
+
+@kernel
+def _values(codes: IntArray, parents: IntArray, rates: FloatArray, out: FloatArray) -> None:
+    for node in range(codes.size):
+        above = np.float32(1.0) if parents[node] < 0 else out[parents[node]]
+        out[node] = above * rates[codes[node]]
+
+
+@kernel
+def _keep(value: FloatArray, tau: float, prices: NDArray[np.float64], max_nodes: int) -> IntArray:
+    # Insertion sort by falling value. It is stable, so a parent (earlier, and never worth less)
+    # stays before its children, and every prefix is ancestor-closed.
+    order = np.empty(value.size, np.int32)
+    size = 0
+    for node in range(value.size):
+        if value[node] < tau:
+            continue
+        i = size
+        while i > 0 and value[order[i - 1]] < value[node]:
+            order[i] = order[i - 1]
+            i -= 1
+        order[i] = node
+        size += 1
+    best, best_gain, expected = 0, 0.0, 0.0
+    for b in range(1, min(size, max_nodes) + 1):
+        expected += value[order[b - 1]]
+        gain = expected - prices[b]
+        if gain > best_gain:
+            best, best_gain = b, gain
+    return np.sort(order[:best])
