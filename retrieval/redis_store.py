@@ -146,6 +146,8 @@ async def _execute(pipeline: Pipeline) -> None:
 
 
 def _kind(error: Exception) -> StoreErrorKind:
+    if isinstance(error.__cause__, RedisError):  # refused while connecting: the reply is inside
+        return _kind(error.__cause__)
     # redis-py moves the code of the replies it knows from the text to status_code.
     code = getattr(error, "status_code", None) or str(error).partition(" ")[0]
     if code in _REPLY_KINDS:
