@@ -98,7 +98,7 @@ def _build(
 ) -> int:
     used = _new_node(pool, 0, -1, -1)
     for length in range(MAX_MATCH, 0, -1):
-        reach = min(max_depth, _reach(length), found.tokens.shape[1])
+        reach = min(max_depth, draft_reach(length), found.tokens.shape[1])
         for row in range(num_rows):
             if found.lengths[row] != length:
                 continue
@@ -151,7 +151,7 @@ def _new_node(pool: Any, node: int, token: int, parent: int) -> int:
 
 
 @kernel
-def _reach(length: int) -> int:
+def draft_reach(length: int) -> int:
     """Draft depth allowed to a match of `length` tokens: short matches soon go astray."""
     return 2 + 2 * length
 
