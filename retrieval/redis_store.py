@@ -129,8 +129,6 @@ async def _guard(call: Awaitable[Any]) -> Any:
     """Await a redis-py call and turn whatever it raises into StoreError."""
     try:
         return await call
-    except (RedisTimeoutError, TimeoutError) as error:
-        raise StoreError("timeout", str(error)) from error
     except (RedisError, OSError) as error:
         raise StoreError(_kind(error), str(error)) from error
     except (ValueError, TypeError, AttributeError, asyncio.IncompleteReadError) as error:
@@ -146,8 +144,10 @@ async def _execute(pipeline: Pipeline) -> None:
 
 
 def _kind(error: Exception) -> StoreErrorKind:
-    if isinstance(error.__cause__, RedisError):  # refused while connecting: the reply is inside
+    if isinstance(error.__cause__, RedisError):  # failed while connecting: the reason is inside
         return _kind(error.__cause__)
+    if isinstance(error, RedisTimeoutError | TimeoutError):
+        return "timeout"
     # redis-py moves the code of the replies it knows from the text to status_code.
     code = getattr(error, "status_code", None) or str(error).partition(" ")[0]
     if code in _REPLY_KINDS:
