@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from valuspec import valuation
 from valuspec.cost import CostStaircase
-from valuspec.drafting.drafter import MAX_DEPTH, Drafter, DraftSession
+from valuspec.drafting.drafter import MAX_DEPTH, Drafter
 from valuspec.evidence import CandidateTree
 from valuspec.jit import kernel
 from valuspec.thresholds import ThresholdSet
@@ -36,6 +36,8 @@ class Trajectory:
     prompt_ids: IntArray
     output_ids: IntArray
     """Ends with the end-of-sequence token if the target ended the answer itself."""
+    max_tokens: int
+    """Most output tokens the request allowed: drafts never reach beyond it."""
     retrieved: tuple[DraftTree, ...] = ()
     namespace: str = "default"
 
@@ -48,6 +50,11 @@ class Step(NamedTuple):
     """What the target goes on with from here to the end of its answer."""
     kept: IntArray
     num_accepted: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens of the step: the accepted ones and the target's own, up to the end."""
+        return min(self.num_accepted + 1, len(self.future))
 
 
 @dataclass(slots=True)
@@ -81,23 +88,20 @@ def steps(
     session = drafter.start(trajectory.namespace, trajectory.prompt_ids)
     if trajectory.retrieved:
         session.add_retrieved(trajectory.retrieved)
-    yield from _decode(session, trajectory.output_ids, select, max_nodes)
-
-
-def _decode(
-    session: DraftSession, output: IntArray, select: Select, max_nodes: int
-) -> Iterator[Step]:
+    output = trajectory.output_ids
     session.extend(output[:1])
     done = 1
     while done < len(output):
+        # The forward adds a token of its own, so the draft may be one shorter than the rest.
+        depth = min(MAX_DEPTH, trajectory.max_tokens - done - 1)
+        candidate = session.propose(max_nodes, depth)
         future = output[done:]
-        # The forward adds a token of its own: a draft longer than the rest minus one is waste.
-        candidate = session.propose(max_nodes, min(MAX_DEPTH, len(future) - 1))
         kept = select(candidate, future)
         accepted = _accepted(candidate.tree.tokens, candidate.tree.parents, kept, future)
-        yield Step(candidate, future, kept, accepted)
-        session.extend(future[: accepted + 1])
-        done += accepted + 1
+        step = Step(candidate, future, kept, accepted)
+        yield step
+        session.extend(future[: step.num_tokens])
+        done += step.num_tokens
 
 
 def replay(
@@ -119,7 +123,7 @@ def replay(
     for trajectory in trajectories:
         for step in steps(trajectory, drafter, select, max_nodes=max_nodes):
             tally.num_steps += 1
-            tally.num_tokens += step.num_accepted + 1
+            tally.num_tokens += step.num_tokens
             tally.num_accepted_tokens += step.num_accepted
             tally.num_draft_tokens += len(step.kept)
             tally.num_offered_nodes += len(step.candidate)

@@ -38,7 +38,9 @@ def naive_trie(rows: list[Continuation], max_depth: int) -> Node:
     root = Node()
     for tokens, weights, length, source in rows:
         node = root
-        for token, weight in list(zip(tokens, weights, strict=True))[: min(max_depth, reach(length))]:
+        for token, weight in list(zip(tokens, weights, strict=True))[
+            : min(max_depth, reach(length))
+        ]:
             node = node.children.setdefault(token, Node())
             node.lengths.append(length)
             node.weights.append(weight)
