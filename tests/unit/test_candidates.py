@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from valuspec.drafting.candidates import DOUBT, EVIDENCE_WEIGHT, CandidateBuilder, reach
+from valuspec.drafting.candidates import DOUBT, EVIDENCE_WEIGHT, CandidateBuilder, draft_reach
 from valuspec.drafting.drafter import MAX_DEPTH, Drafter
 from valuspec.drafting.suffix import MAX_MATCH, SEPARATOR, Continuations
 from valuspec.evidence import CandidateTree, Source
@@ -39,7 +39,7 @@ def naive_trie(rows: list[Continuation], max_depth: int) -> Node:
     for tokens, weights, length, source in rows:
         node = root
         for token, weight in list(zip(tokens, weights, strict=True))[
-            : min(max_depth, reach(length))
+            : min(max_depth, draft_reach(length))
         ]:
             node = node.children.setdefault(token, Node())
             node.lengths.append(length)
