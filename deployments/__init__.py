@@ -1,0 +1,1 @@
+"""The Ray Serve app: HTTP gateway, target replicas, retrieval and valuation deployments."""

@@ -1,0 +1,62 @@
+"""The Serve app: a request's way through it, and the graph.
+
+1. gateway: authenticates, validates, streams
+2. target replica: renders the chat template, admits the request, and once per request asks
+   retrieval, by way of valuation, for draft trees (beside prefill, deadline 50 ms, a miss is
+   normal)
+3. every engine step, in process: draft sources -> candidate tree -> values -> keep -> one target
+   forward -> accept + bonus token -> commit keys and values
+4. telemetry and draft-tree write-back: off the path, never blocking
+
+No call leaves the replica during a step: a call costs 0.5 to 2 ms, a step a few.
+"""
+
+# No `from __future__ import annotations`: see deployments.settings.
+from ray import serve
+from ray.serve import Application
+
+from deployments.gateway import Gateway
+from deployments.retrieval import Retrieval
+from deployments.settings import AppArgs
+from deployments.target import TargetReplica
+from deployments.valuation import Valuation
+
+#: These deployments wait more than they compute; a CPU reserved for each would not fit a laptop.
+_NO_CPU = {"num_cpus": 0}
+
+
+def build_app(args: AppArgs) -> Application:
+    """Gateway -> target replicas -> valuation <- retrieval."""
+    # In user_config a new threshold set reaches running replicas; in args it would restart them.
+    thresholds = {"threshold_file": args.threshold_file}
+    capacity = args.max_batch_size + args.max_waiting
+
+    retrieval = serve.deployment(
+        name="Retrieval",
+        num_replicas=1,  # one writer of the index
+        max_ongoing_requests=256,
+        ray_actor_options=_NO_CPU,
+    )(Retrieval).bind(args)
+    valuation = serve.deployment(
+        name="Valuation",
+        user_config=thresholds,
+        max_ongoing_requests=256,
+        ray_actor_options=_NO_CPU,
+    )(Valuation).bind()
+    target = serve.deployment(
+        name="Target",
+        num_replicas=args.num_replicas,
+        user_config=thresholds,
+        # The replica refuses what exceeds its capacity itself; this leaves it room to.
+        max_ongoing_requests=capacity + 16,
+        max_queued_requests=capacity,
+        ray_actor_options={"num_cpus": 1, "num_gpus": 1 if args.device == "cuda" else 0},
+        health_check_period_s=5,
+        graceful_shutdown_timeout_s=120,
+    )(TargetReplica).bind(args, retrieval if args.retrieval else None, valuation)
+    app: Application = serve.deployment(
+        name="Gateway",
+        max_ongoing_requests=1024,
+        ray_actor_options=_NO_CPU,
+    )(serve.ingress()(Gateway)).bind(args, target, valuation)
+    return app

@@ -1,0 +1,237 @@
+"""The HTTP face: routes, readiness, and streams straight from a replica.
+
+`create_app` needs a `TargetPort` only, so every route runs in tests without Ray. No
+`from __future__ import annotations`: FastAPI could not resolve the closures' `Tenant`.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from importlib.metadata import version
+from typing import Annotated, Any, Literal
+
+from fastapi import Depends, FastAPI, Request
+from ray.serve.handle import DeploymentHandle
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from deployments import errors
+from deployments.auth import ApiKeys
+from deployments.errors import ApiError
+from deployments.messages import Delta, GenerateCall, ModelCard, Refusal
+from deployments.port import HandlePort, ReplicaLostError, TargetPort
+from deployments.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    FilterRequest,
+    TokenizeRequest,
+)
+from deployments.settings import AppArgs
+from deployments.sse import Answer, stream_events
+
+logger = logging.getLogger(__name__)
+
+#: A silent stream gets a comment this often, so that proxies keep the connection.
+PING_INTERVAL_S = 15.0
+
+
+def create_app(target: TargetPort, args: AppArgs, keys: ApiKeys) -> FastAPI:
+    """The HTTP app. Once keys are configured, every route of it needs one; /health is none of its
+    API routes. There is no /docs and no /openapi.json."""
+    app = FastAPI(
+        title="ValuSpec",
+        dependencies=[Depends(keys.require)],
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+    )
+    errors.install(app, max_body_bytes=args.max_body_bytes)
+
+    async def health(_: Request) -> Response:
+        await target.check_ready()
+        return JSONResponse({"status": "ok"})
+
+    app.router.add_route("/health", health)
+    _add_routes(app, target, args, keys)
+    return app
+
+
+def _add_routes(app: FastAPI, target: TargetPort, args: AppArgs, keys: ApiKeys) -> None:
+    Tenant = Annotated[str, Depends(keys.require)]  # noqa: N806 - a type
+
+    async def known_card(model: str | None) -> ModelCard:
+        card = await target.card()
+        if model is not None and model != card.name:
+            raise ApiError(
+                404,
+                f"The model {model!r} does not exist; this server serves {card.name!r}.",
+                param="model",
+                code="model_not_found",
+            )
+        return card
+
+    async def generate(
+        body: CompletionRequest | ChatCompletionRequest,
+        route: Literal["chat", "completions"],
+        request: Request,
+        tenant: str,
+    ) -> Response:
+        card = await known_card(body.model)
+        request_id: str = request.state.request_id
+        call = body.call(request_id, tenant)
+        num_choices = max(len(call.prompts), 1) * call.n
+        if num_choices > args.max_choices:
+            raise ApiError(
+                400,
+                f"{num_choices} choices asked for (prompts times n); at most {args.max_choices}.",
+                param="n" if call.n > 1 else "prompt",
+            )
+        answer = Answer(
+            route=route,
+            request_id=request_id,
+            model=card.name,
+            n=call.n,
+            num_choices=num_choices,
+            return_token_ids=body.return_token_ids,
+        )
+        first, rest = await _open(target, call)
+        if body.stream:
+            events = stream_events(answer, _deltas(first, rest), body)
+            headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+            return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+        async for delta in _deltas(first, rest):
+            if delta is not None:
+                answer.add(delta)
+        return JSONResponse(answer.response())
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request, tenant: Tenant) -> Response:
+        return await generate(body, "completions", request, tenant)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(
+        body: ChatCompletionRequest, request: Request, tenant: Tenant
+    ) -> Response:
+        return await generate(body, "chat", request, tenant)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model_object(await target.card())]}
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> dict[str, Any]:
+        return _model_object(await known_card(model))
+
+    @app.get("/version")
+    async def show_version() -> dict[str, str]:
+        return {"version": version("valuspec")}
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        card = await target.card()
+        messages = None if body.messages is None else tuple(m.plain() for m in body.messages)
+        tokens = await target.encode(body.prompt, messages)
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": card.max_model_len}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        return {"prompt": await target.decode(body.tokens)}
+
+    @app.get("/v1/valuspec/stats")
+    async def stats() -> dict[str, Any]:
+        """Counters of one replica since it started; Ray's metrics cover all of them."""
+        return await target.stats()
+
+    @app.post("/v1/valuspec/filter")
+    async def filter_tree(body: FilterRequest) -> dict[str, Any]:
+        """Value a draft tree of any framework and say which nodes to verify."""
+        return await target.filter(body)
+
+
+async def _open(
+    target: TargetPort, call: GenerateCall
+) -> tuple[Delta, AsyncGenerator[Delta | Refusal]]:
+    """Wait for the first output, so that what fails before it is a plain HTTP error.
+
+    A replica lost before it has answered is replaced once by another, unseen by the client.
+    """
+    for last_attempt in (False, True):
+        replies = target.generate(call)
+        try:
+            match await anext(replies):
+                case Refusal() as refusal:
+                    raise ApiError.of(refusal)
+                case Delta(finish_reason="error"):
+                    raise ApiError(500, f"Generation failed. Request id: {call.request_id}")
+                case delta:
+                    return delta, replies
+        except ReplicaLostError:
+            logger.warning("request %s lost its replica before the first token", call.request_id)
+            if last_attempt:
+                break
+        except BaseException:
+            await replies.aclose()
+            raise
+    raise ApiError(503, "The replica was lost; try again.", retry_after_s=1)
+
+
+async def _deltas(
+    first: Delta, rest: AsyncGenerator[Delta | Refusal]
+) -> AsyncIterator[Delta | None]:
+    """Yield `first` and the rest; None for each gap of PING_INTERVAL_S; close `rest` at the end.
+
+    Raises ApiError when the replica fails in the middle.
+    """
+    pending: asyncio.Task[Delta | Refusal] | None = None
+    try:
+        yield first
+        while True:
+            pending = asyncio.ensure_future(anext(rest))
+            while not (await asyncio.wait([pending], timeout=PING_INTERVAL_S))[0]:
+                yield None
+            match await pending:
+                case Delta(finish_reason="error" | "cancelled"):
+                    raise ApiError(500, "Generation failed in the middle of the answer.")
+                case Delta() as delta:
+                    yield delta
+                case Refusal() as refusal:
+                    raise ApiError.of(refusal)
+    except StopAsyncIteration:
+        return
+    except ReplicaLostError:
+        raise ApiError(503, "The replica was lost; try again.", retry_after_s=1) from None
+    finally:
+        if pending is not None and not pending.done():
+            pending.cancel()
+            with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
+                await pending
+        await rest.aclose()
+
+
+def _model_object(card: ModelCard) -> dict[str, Any]:
+    return {
+        "id": card.name,
+        "object": "model",
+        "created": card.loaded_at,
+        "owned_by": "valuspec",
+        "max_model_len": card.max_model_len,
+        "dtype": card.dtype,
+        "exact": card.exact,
+        "exact_mode": card.exact_mode,
+    }
+
+
+class Gateway:
+    """The ingress deployment: `create_app` over the handles of the deployments behind it."""
+
+    def __init__(
+        self, args: AppArgs, target: DeploymentHandle[Any], valuation: DeploymentHandle[Any]
+    ) -> None:
+        self._args = args
+        self._port = HandlePort(target, valuation)
+        # Read here, in the replica: keys must not travel through Serve's configuration.
+        self._keys = ApiKeys.from_environment()
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return create_app(self._port, self._args, self._keys)

@@ -1,0 +1,107 @@
+"""What the gateway asks of the deployments behind it, and how it asks over Ray Serve handles."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any, Protocol, cast
+
+import ray.exceptions
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+
+from deployments.errors import ApiError
+from deployments.messages import GenerateCall, Message, ModelCard, Refusal, Reply
+from deployments.schemas import FilterRequest
+
+#: How long a route waits for a replica that may be loading before it answers 503.
+READY_TIMEOUT_S = 3.0
+
+
+class ReplicaLostError(Exception):
+    """The replica died while it worked on the request."""
+
+
+class TargetPort(Protocol):
+    """Coroutines raise ApiError: 503 while no replica is ready, else what the replica refused."""
+
+    def generate(self, call: GenerateCall) -> AsyncGenerator[Reply]:
+        """Closing the generator cancels the request. Raises ApiError 429, ReplicaLostError."""
+
+    async def check_ready(self) -> None: ...
+    async def card(self) -> ModelCard: ...
+    async def encode(
+        self, prompt: str | None, messages: tuple[Message, ...] | None
+    ) -> list[int]: ...
+    async def decode(self, token_ids: list[int]) -> str: ...
+    async def stats(self) -> dict[str, Any]: ...
+    async def filter(self, body: FilterRequest) -> dict[str, Any]: ...
+
+
+class HandlePort:
+    """TargetPort over deployment handles. Options are set once: each `.options()` opens new
+    connections to the replicas."""
+
+    def __init__(self, target: DeploymentHandle[Any], valuation: DeploymentHandle[Any]) -> None:
+        self._target = target
+        self._generate = target.options(method_name="generate", stream=True)
+        self._valuation = valuation
+        self._card: ModelCard | None = None
+
+    async def generate(self, call: GenerateCall) -> AsyncGenerator[Reply]:
+        replies = cast(DeploymentResponseGenerator[Any], self._generate.remote(call))
+        try:
+            async for reply in replies:
+                yield reply
+        except BackPressureError:
+            raise busy() from None
+        except (ray.exceptions.RayActorError, DeploymentUnavailableError) as error:
+            raise ReplicaLostError from error
+        finally:
+            replies.cancel()  # type: ignore[no-untyped-call]
+
+    async def check_ready(self) -> None:
+        await _ready(self._target.check_health.remote())
+
+    async def card(self) -> ModelCard:
+        if self._card is None:  # the same for as long as the app runs
+            self._card = await _ready(self._target.card.remote())
+        return self._card
+
+    async def encode(self, prompt: str | None, messages: tuple[Message, ...] | None) -> list[int]:
+        reply = await _ready(self._target.encode.remote(prompt, messages))
+        return cast(list[int], _accepted(reply))
+
+    async def decode(self, token_ids: list[int]) -> str:
+        return cast(str, _accepted(await _ready(self._target.decode.remote(token_ids))))
+
+    async def stats(self) -> dict[str, Any]:
+        return cast(dict[str, Any], await _ready(self._target.stats.remote()))
+
+    async def filter(self, body: FilterRequest) -> dict[str, Any]:
+        reply = await _ready(self._valuation.filter.remote(body))
+        return cast(dict[str, Any], _accepted(reply))
+
+
+def busy() -> ApiError:
+    return ApiError(
+        429, "The server is at capacity; try again.", code="overloaded", retry_after_s=1
+    )
+
+
+def _accepted(reply: Any) -> Any:
+    if isinstance(reply, Refusal):
+        raise ApiError.of(reply)
+    return reply
+
+
+async def _ready(response: Any) -> Any:
+    """Result of a quick call; ApiError 503 when no healthy replica answers in time."""
+    try:
+        return await asyncio.wait_for(response, READY_TIMEOUT_S)
+    except BackPressureError:
+        raise busy() from None
+    except (TimeoutError, ray.exceptions.RayError, DeploymentUnavailableError) as error:
+        raise ApiError(
+            503, "The model is not ready; try again.", code="not_ready", retry_after_s=2
+        ) from error

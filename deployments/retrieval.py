@@ -1,0 +1,58 @@
+"""The retrieval deployment: the one process that holds the FAISS index and talks to Redis."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from deployments.settings import AppArgs
+from retrieval import RetrievalService, Retrieved
+
+logger = logging.getLogger(__name__)
+
+#: Retrieval does not know the model. Blobs are checksummed and named by tokenizer, and the replica
+#: checks ids against its vocabulary.
+_ANY_VOCAB_SIZE = 2**31 - 1
+
+
+class Retrieval:
+    """Draft trees of earlier requests, kept at `redis_url`, REDIS_URL or in a Valkey of its own."""
+
+    def __init__(self, args: AppArgs) -> None:
+        # faiss and redis are loaded by this deployment only.
+        from retrieval.embedded import EmbeddedValkey
+        from retrieval.faiss_index import FaissIndex
+        from retrieval.redis_store import RedisStore
+
+        url = args.redis_url or os.environ.get("REDIS_URL")
+        self._server = None
+        if not url:
+            folder = Path(args.valkey_dir) if args.valkey_dir else _cache_folder() / "valkey"
+            self._server = EmbeddedValkey(folder).start()
+            url = self._server.url
+        self._service = RetrievalService(RedisStore(url), FaissIndex, vocab_size=_ANY_VOCAB_SIZE)
+
+    async def lookup(
+        self, namespace: str, prompt_ids: tuple[int, ...], k: int, deadline_s: float
+    ) -> Retrieved:
+        return await self._service.lookup(namespace, prompt_ids, k, deadline_s)
+
+    async def write_back(
+        self, namespace: str, prompt_ids: tuple[int, ...], output_ids: tuple[int, ...]
+    ) -> str:
+        """Store a finished greedy answer; return what became of it."""
+        return await self._service.write_back(namespace, prompt_ids, output_ids)
+
+    async def stats(self) -> dict[str, Any]:
+        return {"counters": self._service.counters(), "num_trees": self._service.sizes()}
+
+    async def __del__(self) -> None:
+        await self._service.aclose()
+        if self._server is not None:
+            self._server.stop()
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "valuspec"

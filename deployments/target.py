@@ -1,0 +1,322 @@
+"""The target replica: one engine, the thread that steps it, and a stream for each call.
+
+Nothing here waits for retrieval or storage. A lookup starts when a request is admitted, and its
+trees join the request whenever they arrive; finished answers are stored by a task of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from ray.serve.handle import DeploymentHandle
+
+from deployments.drafts import DraftStore
+from deployments.engine_loop import EngineLoop, SteppableEngine
+from deployments.messages import (
+    ChoiceReport,
+    Delta,
+    GenerateCall,
+    Message,
+    ModelCard,
+    Refusal,
+    Reply,
+    RetrievalReport,
+)
+from deployments.settings import AppArgs
+from deployments.telemetry import Telemetry
+from deployments.thresholds import ActiveThresholds
+from retrieval.namespace import namespace
+from valuspec.engine.types import GenerationRequest, StepOutput
+from valuspec.errors import RequestError
+from valuspec.thresholds import ThresholdSet
+
+logger = logging.getLogger(__name__)
+
+#: A step that takes longer means a hung engine; the prefill of a long prompt on a CPU does not.
+STALLED_AFTER_S = 120.0
+
+
+class Target(Protocol):
+    """What a replica needs of `valuspec.engine.target.Target`."""
+
+    max_model_len: int
+    vocab_size: int
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    tokenizer: Any
+
+    @property
+    def exact(self) -> bool: ...
+    @property
+    def exact_mode(self) -> str: ...
+
+    def encode(self, text: str) -> list[int]: ...
+    def render_chat(self, messages: list[Message]) -> list[int]: ...
+
+
+class Engine(SteppableEngine, Protocol):
+    """What a replica needs of `valuspec.engine.engine.Engine`."""
+
+    thresholds: ThresholdSet
+
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    def validate(self, request: GenerationRequest) -> None: ...
+
+
+def load_engine(args: AppArgs) -> tuple[Target, Engine]:
+    """Load the target model and an engine around it. Takes seconds to minutes."""
+    # Imported here: the graph is also built where no torch is needed.
+    import torch
+
+    from valuspec.drafting.drafter import Drafter
+    from valuspec.engine.engine import Engine as ValuSpecEngine
+    from valuspec.engine.target import Target as ValuSpecTarget
+
+    # Ray gives an actor OMP_NUM_THREADS=1 unless it reserves CPUs.
+    torch.set_num_threads(args.num_threads or len(os.sched_getaffinity(0)))
+    target = ValuSpecTarget.load(args.model, dtype=args.dtype, device=args.device, exact=args.exact)
+    thresholds = ThresholdSet.starting(target.model_fingerprint)
+    engine = ValuSpecEngine(
+        target, drafter=Drafter(), thresholds=thresholds, max_batch_size=args.max_batch_size
+    )
+    return target, engine
+
+
+@dataclass(slots=True)
+class _Choice:
+    """A choice being generated."""
+
+    index: int
+    request: GenerationRequest
+    retrieval: RetrievalReport
+    output_ids: list[int] = field(default_factory=list)
+    first_token_s: float | None = None
+
+
+class TargetReplica:
+    """Hosts the target model. Capacity is max_batch_size running plus max_waiting queued."""
+
+    def __init__(
+        self,
+        args: AppArgs,
+        retrieval: DeploymentHandle[Any] | None,
+        valuation: DeploymentHandle[Any] | None,
+        load: Callable[[AppArgs], tuple[Target, Engine]] = load_engine,
+    ) -> None:
+        self._args = args
+        self._telemetry = Telemetry()
+        self._target, self._engine = load(args)
+        self._thresholds = ActiveThresholds(self._target.model_fingerprint)
+        self._loop = EngineLoop(self._engine)
+        self._drafts: DraftStore | None = None
+        if retrieval is not None and valuation is not None:
+            self._drafts = DraftStore(
+                retrieval,
+                valuation,
+                self._telemetry,
+                model_fingerprint=self._target.model_fingerprint,
+                vocab_size=self._target.vocab_size,
+                k=args.retrieval_k,
+                deadline_s=args.retrieval_deadline_s,
+            )
+        self._num_unfinished = 0
+        self._loaded_at = int(time.time())
+        self._telemetry.gauge("valuspec_exact", float(self._target.exact))
+        if not self._target.exact:
+            logger.error("output identity could NOT be proved on this machine (exact: false)")
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve's hook: swap the threshold set; running requests keep theirs."""
+        if not self._thresholds.apply(user_config):
+            self._telemetry.count("valuspec_thresholds_refused")
+        thresholds = self._thresholds.current
+        self._loop.run(lambda: setattr(self._engine, "thresholds", thresholds))
+        self._telemetry.gauge("valuspec_threshold_version", 1, version=thresholds.version)
+
+    def check_health(self) -> None:
+        """Serve's hook: raise when the engine makes no progress, to be replaced by Serve."""
+        self._loop.check(stalled_after_s=STALLED_AFTER_S)
+
+    async def generate(self, call: GenerateCall) -> AsyncGenerator[Reply]:
+        """Stream a call: one Refusal, or the Deltas of all choices. Closing it cancels them."""
+        started = time.monotonic()
+        try:
+            choices = await asyncio.to_thread(self._choices, call)
+        except RequestError as error:
+            self._telemetry.count("valuspec_requests_refused", status="400")
+            yield Refusal(status=400, message=str(error), param=error.param, code=error.code)
+            return
+        if self._num_unfinished + len(choices) > self._args.max_batch_size + self._args.max_waiting:
+            self._telemetry.count("valuspec_requests_refused", status="429")
+            yield Refusal(
+                status=429,
+                message=f"The replica is at capacity ({self._num_unfinished} unfinished).",
+                code="overloaded",
+                retry_after_s=1,
+            )
+            return
+        outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
+        event_loop = asyncio.get_running_loop()
+        unfinished = {choice.request.request_id: choice for choice in choices}
+        self._num_unfinished += len(choices)
+        self._loop.submit(
+            [choice.request for choice in choices],
+            lambda output: _put(event_loop, outputs, output),
+        )
+        lookups = self._start_lookups(choices)
+        try:
+            while unfinished:
+                output = await outputs.get()
+                choice = unfinished[output.request_id]
+                if output.finish_reason is not None:
+                    del unfinished[output.request_id]
+                    self._num_unfinished -= 1
+                yield self._delta(choice, output, started)
+        finally:
+            for lookup in lookups:
+                lookup.cancel()
+            self._num_unfinished -= len(unfinished)
+            self._loop.cancel(list(unfinished))
+            self._telemetry.count(
+                "valuspec_request_success", len(unfinished), finished_reason="abort"
+            )
+
+    def _choices(self, call: GenerateCall) -> list[_Choice]:
+        """Tokenise and check every choice before any is admitted. Raises RequestError."""
+        if call.messages is not None:
+            prompts = [self._target.render_chat(list(call.messages))]
+        else:
+            prompts = [
+                self._target.encode(prompt) if isinstance(prompt, str) else list(prompt)
+                for prompt in call.prompts
+            ]
+        space = namespace(
+            call.tenant, self._target.model_fingerprint, self._target.tokenizer_fingerprint
+        )
+        choices: list[_Choice] = []
+        for prompt_ids in prompts:
+            room = self._target.max_model_len - len(prompt_ids)
+            max_tokens = max(room, 1) if call.max_tokens is None else call.max_tokens
+            retrieval = RetrievalReport()  # one lookup, shared by the prompt's choices
+            for repeat in range(call.n):
+                seed = (call.params.seed + repeat) % 2**63
+                request = GenerationRequest(
+                    request_id=f"{call.request_id}-{len(choices)}",
+                    prompt_ids=tuple(prompt_ids),
+                    params=replace(call.params, max_tokens=max_tokens, seed=seed),
+                    namespace=space,
+                )
+                self._engine.validate(request)
+                choices.append(_Choice(len(choices), request, retrieval))
+        return choices
+
+    def _start_lookups(self, choices: list[_Choice]) -> list[asyncio.Task[None]]:
+        """One lookup per prompt, beside prefill."""
+        if self._drafts is None or not choices[0].request.params.speculative:
+            return []
+        prompts: dict[int, list[_Choice]] = {}
+        for choice in choices:
+            prompts.setdefault(id(choice.retrieval), []).append(choice)
+        return [
+            asyncio.create_task(self._look_up(self._drafts, same_prompt))
+            for same_prompt in prompts.values()
+        ]
+
+    async def _look_up(self, drafts: DraftStore, choices: list[_Choice]) -> None:
+        request = choices[0].request
+        trees = await drafts.lookup(request.namespace, request.prompt_ids, choices[0].retrieval)
+        if trees:
+            self._loop.attach_retrieved([c.request.request_id for c in choices], trees)
+
+    def _delta(self, choice: _Choice, output: StepOutput, started: float) -> Delta:
+        now = time.monotonic()
+        choice.output_ids.extend(output.token_ids)
+        if choice.first_token_s is None and output.token_ids:
+            choice.first_token_s = now - started
+        report = None
+        if output.finish_reason is not None and output.stats is not None:
+            report = ChoiceReport(
+                stats=output.stats,
+                retrieval=choice.retrieval,
+                time_to_first_token_s=choice.first_token_s or now - started,
+            )
+            self._telemetry.finished(report, output.finish_reason, now - started)
+            request = choice.request
+            if (
+                self._drafts is not None
+                and request.params.greedy
+                and output.finish_reason in ("stop", "length")
+            ):
+                self._drafts.write_back(
+                    request.namespace, request.prompt_ids, tuple(choice.output_ids)
+                )
+        self._telemetry.gauge("valuspec_num_requests_running", self._engine.num_running)
+        self._telemetry.gauge("valuspec_num_requests_waiting", self._engine.num_waiting)
+        return Delta(
+            index=choice.index,
+            num_prompt_tokens=len(choice.request.prompt_ids),
+            token_ids=output.token_ids,
+            text=output.text,
+            finish_reason=output.finish_reason,
+            report=report,
+        )
+
+    async def encode(
+        self, prompt: str | None, messages: tuple[Message, ...] | None
+    ) -> list[int] | Refusal:
+        """Token ids of a prompt, or of messages through the chat template."""
+        try:
+            if messages is not None:
+                return await asyncio.to_thread(self._target.render_chat, list(messages))
+            return await asyncio.to_thread(self._target.encode, prompt or "")
+        except RequestError as error:
+            return Refusal(status=400, message=str(error), param=error.param, code=error.code)
+
+    async def decode(self, token_ids: list[int]) -> str | Refusal:
+        """Text of token ids, special tokens included."""
+        if token_ids and max(token_ids) >= self._target.vocab_size:
+            message = f"token id {max(token_ids)}; the vocabulary has {self._target.vocab_size}"
+            return Refusal(status=400, message=message, param="tokens")
+        text: str = await asyncio.to_thread(self._target.tokenizer.decode, token_ids)
+        return text
+
+    async def card(self) -> ModelCard:
+        return ModelCard(
+            name=self._args.model_name,
+            max_model_len=self._target.max_model_len,
+            exact=self._target.exact,
+            exact_mode=self._target.exact_mode,
+            dtype=self._args.dtype,
+            loaded_at=self._loaded_at,
+        )
+
+    async def stats(self) -> dict[str, Any]:
+        return {
+            "model": self._args.model_name,
+            "exact": self._target.exact,
+            "exact_mode": self._target.exact_mode,
+            "threshold_version": self._thresholds.current.version,
+            "num_requests_running": self._engine.num_running,
+            "num_requests_waiting": self._engine.num_waiting,
+            "num_requests_unfinished": self._num_unfinished,
+            "totals": self._telemetry.totals(),
+        }
+
+    def __del__(self) -> None:
+        self._loop.stop()
+
+
+def _put(
+    event_loop: asyncio.AbstractEventLoop, outputs: asyncio.Queue[StepOutput], output: StepOutput
+) -> None:
+    """Hand an output from the engine's thread to a request's coroutine."""
+    event_loop.call_soon_threadsafe(outputs.put_nowait, output)

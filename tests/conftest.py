@@ -1,0 +1,14 @@
+"""Settings every test needs before anything is imported."""
+
+from __future__ import annotations
+
+import os
+
+# A local Ray would otherwise write a token into the home folder.
+os.environ["RAY_AUTH_MODE"] = "disabled"
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+# No test may reach a model hub: what it needs is installed or made on the spot.
+os.environ["HF_HUB_OFFLINE"] = "1"
+# Whatever the developer has set must not decide a test.
+for name in ("REDIS_URL", "VALUSPEC_API_KEYS", "VALUSPEC_API_KEYS_FILE"):
+    os.environ.pop(name, None)
