@@ -134,7 +134,8 @@ class KvCache:
         keys.index_copy_(1, tensor(self.key_offsets(sequences, targets)), moved_keys)
         values.index_copy_(1, tensor(self.value_rows(sequences, targets)), moved_values)
 
-    def move_sequence(self, source: int, target: int) -> None:
-        """Copy a whole sequence to another place, so that the running ones stay neighbours."""
-        self.keys[:, :, target] = self.keys[:, :, source]
-        self.values[:, :, target] = self.values[:, :, source]
+    def move_sequence(self, source: int, target: int, num_slots: int) -> None:
+        """Copy the first slots of a sequence to another place: the running ones stay neighbours."""
+        blocks = -(-num_slots // BLOCK)
+        self.keys[:, :blocks, target] = self.keys[:, :blocks, source]
+        self.values[:, :blocks, target] = self.values[:, :blocks, source]

@@ -131,7 +131,7 @@ class Rows:
     num_rows:             real rows; only these are written to the cache
     key_slots, value_slots: where the real rows' keys and values go (see KvCache)
     groups:               attention batches, covering the rows in order
-    logit_rows:           int64 rows whose logits are wanted
+    logit_rows:           int64 [padded] rows whose logits are wanted; padding repeats the first
     """
 
     token_ids: torch.Tensor
@@ -164,8 +164,9 @@ def build_rows(
 ) -> Rows:
     """Lay out the rows of one forward.
 
-    sequences: per group, the rows of neighbouring sequences in cache order
-    min_width: pad every width to at least this many rows (the fixed envelope)
+    sequences:  per group, the rows of neighbouring sequences in cache order
+    logit_rows: rows whose logits are wanted, at least one
+    min_width:  pad every width to at least this many rows (the fixed envelope)
     """
     flat = [s for group in sequences for s in group]
     num_rows = sum(len(s) for s in flat)
@@ -174,6 +175,7 @@ def build_rows(
     positions = np.concatenate([p for p, _ in geometry])
     total = max(padded_width(num_rows), min_width)
     pad = total - num_rows
+    logit_pad = max(padded_width(len(logit_rows)), min_width) - len(logit_rows)
     slots = np.concatenate([s.start + np.arange(len(s)) for s in flat])
     owners = np.concatenate([np.full(len(s), s.sequence) for s in flat])
     groups, offset, index = [], 0, 0
@@ -203,7 +205,7 @@ def build_rows(
         key_slots=to_device(cache.key_offsets(owners, slots)),
         value_slots=to_device(cache.value_rows(owners, slots)),
         groups=tuple(groups),
-        logit_rows=to_device(logit_rows),
+        logit_rows=to_device(np.concatenate([logit_rows, np.repeat(logit_rows[:1], logit_pad)])),
     )
 
 

@@ -1,0 +1,39 @@
+"""Which token the target chooses, given its logits: the argmax, or a draw keyed by position.
+
+The draw for output position i uses a counter-based generator with key (seed, i), so it does not
+depend on how many draws came before, on batch mates or on speculation. One draw per position, and
+that draw is the output: a candidate node is accepted when it equals the draw.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.random import Generator, Philox
+
+from valuspec.engine.types import SamplingParams
+
+
+def greedy_tokens(logits: torch.Tensor) -> list[int]:
+    """Most likely token of each row of logits [num_rows, vocabulary]; ties go to the lowest id."""
+    tokens: list[int] = logits.argmax(dim=-1).tolist()
+    return tokens
+
+
+def sample_token(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
+    """Draw the token at `position` (tokens before it, prompt included) from logits [vocabulary].
+
+    Temperature, then the top_k most likely, then the smallest set whose probability reaches top_p.
+    """
+    scaled = logits.double().cpu().numpy() / params.temperature
+    order = np.argsort(-scaled, kind="stable")  # ties: lowest id first
+    if params.top_k:
+        order = order[: params.top_k]
+    weights = np.exp(scaled[order] - scaled[order[0]])
+    cumulative = np.cumsum(weights)
+    if params.top_p < 1.0:
+        kept = int(np.searchsorted(cumulative, params.top_p * cumulative[-1])) + 1
+        order, cumulative = order[:kept], cumulative[:kept]
+    draw = Generator(Philox(key=params.seed, counter=position)).random() * cumulative[-1]
+    index = int(np.searchsorted(cumulative, draw, side="right"))
+    return int(order[min(index, len(order) - 1)])

@@ -1,0 +1,92 @@
+"""One request inside the engine: what it holds, and how accepted tokens become output."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from valuspec.drafting.drafter import DraftSession
+from valuspec.engine.text import TextStream
+from valuspec.engine.types import FinishReason, GenerationRequest, RequestStats, StepOutput
+from valuspec.thresholds import ThresholdSet
+from valuspec.tree import DraftTree
+
+
+class Sequence:
+    """State of a request from `Engine.add` to its last token.
+
+    place:           index in the cache while running
+    computed_prompt: prompt tokens in the cache
+    committed:       tokens in the cache that belong to the sequence
+    pending:         last output token; its keys and values are not in the cache yet
+    """
+
+    def __init__(self, request: GenerationRequest, tokenizer: Any) -> None:
+        params = request.params
+        self.request = request
+        self.greedy = params.greedy
+        self.stats = RequestStats(num_prompt_tokens=len(request.prompt_ids))
+        self.place = -1
+        self.computed_prompt = 0
+        self.committed = 0
+        self.pending = -1
+        self.output_ids: list[int] = []
+        self.session: DraftSession | None = None
+        self.early_trees: list[DraftTree] = []
+        """Retrieved trees that came before the request was admitted."""
+        self.finish_reason: FinishReason | None = None
+        self.thresholds: ThresholdSet
+        self._stop_ids = frozenset(params.stop_token_ids)
+        self._text = None if tokenizer is None else TextStream(
+            tokenizer, request.prompt_ids, params.stop
+        )
+        self._added_at = time.perf_counter()
+
+    @property
+    def remaining_tokens(self) -> int:
+        return self.request.params.max_tokens - len(self.output_ids)
+
+    def admit(self, thresholds: ThresholdSet, eos_token_ids: frozenset[int]) -> None:
+        """Begin to run, with this threshold set until the end."""
+        self.thresholds = thresholds
+        self.stats.threshold_version = thresholds.version
+        self.stats.queue_s = time.perf_counter() - self._added_at
+        if not self.request.params.ignore_eos:
+            self._stop_ids |= eos_token_ids
+
+    def emit(self, token_ids: tuple[int, ...]) -> StepOutput:
+        """Append tokens one by one, as plain decoding would, until the output ends.
+
+        Tokens behind the end are dropped: an accepted run may reach past a stop token, a stop
+        string or max_tokens.
+        """
+        text: list[str] = []
+        taken: list[int] = []
+        for token_id in token_ids:
+            taken.append(token_id)
+            self.output_ids.append(token_id)
+            self.finish_reason = self._push(token_id, text)
+            if self.finish_reason is not None:
+                break
+        self.pending = taken[-1]
+        self.stats.num_output_tokens = len(self.output_ids)
+        if self.finish_reason is not None and self._text is not None:
+            text.append(self._text.finish())
+        if self.session is not None and self.finish_reason is None:
+            self.session.extend(taken)
+        return StepOutput(
+            request_id=self.request.request_id,
+            token_ids=tuple(taken),
+            text="".join(text),
+            finish_reason=self.finish_reason,
+            stats=self.stats if self.finish_reason is not None else None,
+        )
+
+    def _push(self, token_id: int, text: list[str]) -> FinishReason | None:
+        if token_id in self._stop_ids:
+            return "stop"  # a stop token is counted, but not shown
+        if self._text is not None:
+            text.append(self._text.push(token_id))
+            if self._text.stopped:
+                return "stop"
+        return "length" if self.remaining_tokens == 0 else None

@@ -1,0 +1,167 @@
+"""The target model: weights, tokenizer, chat template, forward pass, and how exact it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from valuspec.engine.decoder import Decoder, build_decoder
+from valuspec.engine.kv_cache import KvCache
+from valuspec.engine.rows import NEAR, SequenceRows, build_rows
+from valuspec.engine.weights import load_model, model_fingerprint, tokenizer_fingerprint
+from valuspec.errors import ModelError, RequestError
+
+ExactMode = Literal["rows", "envelope", "fast"]
+
+#: Longest context the rotary tables and the cache are laid out for, whatever the model allows.
+MAX_MODEL_LEN = 32768
+
+
+@dataclass(slots=True)
+class Target:
+    """A loaded target model.
+
+    exact_mode: "rows" (rows do not influence each other), "envelope" (every forward padded to one
+        width) or "fast" (neither could be shown exact; `exact` is False)
+    min_width:  rows every forward is padded to
+    """
+
+    decoder: Decoder
+    tokenizer: Any
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    device: torch.device
+    exact_mode: ExactMode = "fast"
+    min_width: int = 2
+
+    @classmethod
+    def load(
+        cls, model: str, *, dtype: str = "bfloat16", device: str = "cpu", exact: bool = True
+    ) -> Target:
+        """Load a folder, hub id, .gguf file or the bundled `smollm2`, and probe exactness.
+
+        exact: False skips the probe and serves in fast mode
+        Raises ModelError when the model cannot be loaded or its architecture is not supported.
+        """
+        from valuspec.engine.probe import choose_exact_mode
+
+        loaded, tokenizer = load_model(model, _dtype(dtype))
+        target = cls.from_model(loaded.to(device), tokenizer)
+        if exact:
+            target.exact_mode, target.min_width = choose_exact_mode(target)
+        return target
+
+    @classmethod
+    def from_model(cls, model: Any, tokenizer: Any) -> Target:
+        """Wrap a loaded transformers model; `tokenizer` may be None where no text is needed.
+
+        The model's modules are repacked and must not be used afterwards.
+        """
+        config = model.config.get_text_config()
+        heads = config.num_attention_heads
+        limit = int(getattr(config, "max_position_embeddings", MAX_MODEL_LEN))
+        max_model_len = min(limit, MAX_MODEL_LEN)
+        fingerprint = model_fingerprint(model)
+        weight = model.get_input_embeddings().weight
+        return cls(
+            decoder=build_decoder(model, max_model_len),
+            tokenizer=tokenizer,
+            vocab_size=config.vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=_eos_token_ids(model, tokenizer),
+            model_fingerprint=fingerprint,
+            tokenizer_fingerprint="" if tokenizer is None else tokenizer_fingerprint(tokenizer),
+            num_layers=config.num_hidden_layers,
+            num_heads=heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+
+    @property
+    def exact(self) -> bool:
+        """Whether the probe showed trees and one-token decoding to agree bit for bit."""
+        return self.exact_mode != "fast"
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text, as the model's tokenizer begins a prompt."""
+        token_ids: list[int] = self.tokenizer.encode(text)
+        return token_ids
+
+    def render_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation through the model's chat template, ready for an answer."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise RequestError(
+                "this model has no chat template; use /v1/completions", param="messages"
+            )
+        try:
+            encoded = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        except Exception as error:  # noqa: BLE001 - a template may raise anything
+            raise RequestError(
+                f"the chat template refused the messages: {error}", param="messages"
+            ) from error
+        return list(encoded["input_ids"])
+
+    def new_cache(self, num_sequences: int) -> KvCache:
+        """An empty cache with places for `num_sequences` sequences."""
+        return KvCache(
+            num_layers=self.num_layers,
+            num_sequences=num_sequences,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def forward(
+        self,
+        groups: list[list[SequenceRows]],
+        cache: KvCache,
+        logit_rows: NDArray[np.int64] | None = None,
+    ) -> torch.Tensor:
+        """Logits of all rows, or of `logit_rows`, [num_rows, vocabulary]; see `build_rows`."""
+        count = sum(len(s) for group in groups for s in group)
+        wanted = np.arange(count) if logit_rows is None else logit_rows
+        if len(wanted) == 0:
+            wanted = np.zeros(1, np.int64)
+        rows = build_rows(groups, cache, wanted, min_width=self.min_width)
+        return self.decoder.forward(rows, cache)[: len(wanted)]
+
+    @property
+    def max_tree_depth(self) -> int:
+        return NEAR - 1
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if name not in dtypes:
+        raise ModelError(f"dtype {name!r}; choose one of {', '.join(dtypes)}")
+    return dtypes[name]
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    ids: set[int] = set()
+    for source in (model.generation_config, model.config, tokenizer):
+        found = getattr(source, "eos_token_id", None)
+        if isinstance(found, int):
+            ids.add(found)
+        elif found is not None:
+            ids.update(found)
+    return frozenset(ids)
