@@ -1,0 +1,302 @@
+"""How much faster is the filtered tree? One process, one stream, the same engine on both sides.
+
+    python -m bench.speed --history H.jsonl --calibration C.jsonl --test T.jsonl [--limit N]
+
+History answers fill the shared store and the retrieval index and then stay as they are. Transfer
+rates and thresholds come from the calibration answers. Every test request is decoded in every
+mode in turn, the order rotating from request to request, and every mode must give the tokens that
+plain decoding gives. Speeds are of decoding: tokens after the first, over the time of the steps.
+
+    plain       one token a step
+    unfiltered  all candidate nodes, 64 at most
+    frequency   as many of the most frequent nodes as were best on the calibration answers
+    filtered    the nodes valuation keeps
+    oracle      the nodes the target will accept: no filter of these candidates can do better
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from bench import common
+from valuspec import replay
+from valuspec.calibration import calibrate, reliability
+from valuspec.cost import CostStaircase
+from valuspec.engine.engine import Engine
+from valuspec.engine.measure import measure_cost
+from valuspec.engine.target import Target
+from valuspec.engine.types import GenerationRequest, RequestStats, SamplingParams
+from valuspec.engine.weights import load_model
+from valuspec.replay import Select, Trajectory
+
+FREQUENCY_SIZES = (4, 6, 8, 12, 16, 24, 32)
+GENERATE_REQUESTS = 4
+"""Test requests also decoded by transformers' own `generate`."""
+
+
+@dataclass
+class Measured:
+    """One mode's figures, summed over the test requests."""
+
+    stats: list[RequestStats] = field(default_factory=list)
+
+    def add(self, stats: RequestStats) -> None:
+        self.stats.append(stats)
+
+    def total(self, name: str) -> float:
+        return float(sum(getattr(s, name) for s in self.stats))
+
+    @property
+    def tok_s(self) -> float:
+        return (self.total("num_output_tokens") - len(self.stats)) / self.total("decode_s")
+
+    @property
+    def request_tok_s(self) -> float:
+        """With prefill."""
+        return self.total("num_output_tokens") / (self.total("decode_s") + self.total("prefill_s"))
+
+    @property
+    def acceptance_length(self) -> float:
+        return 1 + self.total("num_accepted_tokens") / max(1.0, self.total("num_steps"))
+
+    @property
+    def nodes_per_step(self) -> float:
+        return self.total("num_draft_tokens") / max(1.0, self.total("num_steps"))
+
+    def ms_per_step(self, part: str) -> float:
+        return 1e3 * self.total(part) / max(1.0, self.total("num_steps"))
+
+    @property
+    def other_ms(self) -> float:
+        parts = ("forward_s", "draft_s", "valuation_s")
+        return self.ms_per_step("decode_s") - sum(self.ms_per_step(p) for p in parts)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _arguments(argv)
+    target = Target.load(args.model, dtype=args.dtype)
+    cost = measure_cost(target)
+    files = (args.history, args.calibration, args.test)
+    prompts = [common.load_prompts(f, target) for f in files]
+    prompts[2] = prompts[2][: args.limit]
+    known = [common.trajectories(target, p, args.max_tokens) for p in prompts[:2]]
+    history, calibration = known
+    drafter = common.FrozenDrafter(shared_tokens=args.shared_tokens)
+    drafter.stock(history)
+    queries = [
+        *calibration,
+        *(
+            Trajectory(np.array(p.token_ids, np.int32), np.empty(0, np.int32), args.max_tokens)
+            for p in prompts[2]
+        ),
+    ]
+    trees = common.retrieve(history, queries, target.vocab_size, args.trees)
+    calibration = [replace(t, retrieved=r) for t, r in zip(calibration, trees, strict=False)]
+    thresholds = calibrate(
+        calibration,
+        drafter,
+        {1: cost},
+        model_fingerprint=target.model_fingerprint,
+        provenance={"made_by": "bench.speed"},
+    )
+    selects: dict[str, Select] = {
+        "plain": replay.plain,
+        "unfiltered": replay.unfiltered,
+        "frequency": _best_frequency(calibration, drafter, cost),
+        "filtered": replay.filtered(thresholds),
+        "oracle": replay.oracle,
+    }
+    engine = Engine(target, drafter=drafter, thresholds=thresholds, max_batch_size=1)
+    measured = {name: Measured() for name in selects}
+    tests: list[Trajectory] = []
+    differing = 0
+    bar = tqdm(prompts[2], unit="request", file=sys.stderr)
+    for turn, (prompt, retrieved) in enumerate(zip(bar, trees[len(calibration) :], strict=True)):
+        test = Trajectory(
+            np.array(prompt.token_ids, np.int32),
+            np.empty(0, np.int32),
+            args.max_tokens,
+            retrieved,
+            common.NAMESPACE,
+        )
+        output, stats = _decode(engine, prompt, test, None)
+        if len(output) < 2:
+            continue
+        measured["plain"].add(stats)
+        test = replace(test, output_ids=np.array(output, np.int32))
+        tests.append(test)
+        names = [name for name in selects if name != "plain"]
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            drafted, stats = _decode(engine, prompt, test, selects[name])
+            measured[name].add(stats)
+            differing += drafted != output
+    replayed = {n: replay.replay(tests, drafter, s, cost) for n, s in selects.items()}
+    generate_tok_s, engine_tok_s = _transformers_generate(
+        args.model, engine, prompts[2][:GENERATE_REQUESTS], args.max_tokens
+    )
+    quality = reliability(tests, drafter, thresholds)
+    plain = measured["plain"].tok_s
+    _print(measured, replayed)
+    speedup = {name: m.tok_s / plain for name, m in measured.items()}
+    predicted = replayed["filtered"].tok_s / replayed["plain"].tok_s
+    common.print_json(
+        {
+            "requests": len(tests),
+            "identical": len(tests) * (len(selects) - 1) - differing,
+            "compared": len(tests) * (len(selects) - 1),
+            "exact": target.exact,
+            "plain_tok_s": plain,
+            "speedup": speedup,
+            "request_speedup": {
+                name: m.request_tok_s / measured["plain"].request_tok_s
+                for name, m in measured.items()
+            },
+            "mean_acceptance_length": {n: m.acceptance_length for n, m in measured.items()},
+            "nodes_per_step": {n: m.nodes_per_step for n, m in measured.items()},
+            "overhead_ms_per_step": {
+                name: m.ms_per_step("decode_s") - m.ms_per_step("forward_s")
+                for name, m in measured.items()
+            },
+            "filtered_over_unfiltered": speedup["filtered"] / speedup["unfiltered"],
+            "oracle_share": speedup["filtered"] / speedup["oracle"],
+            "replay_error": predicted / speedup["filtered"] - 1,
+            "ece": quality.expected_calibration_error,
+            "auc": quality.auc,
+            "transformers_generate_tok_s": generate_tok_s,
+            "plain_over_generate": engine_tok_s / generate_tok_s,
+            "cost": cost.to_json(),
+            "threshold_version": thresholds.version,
+            "settings": {k: str(v) for k, v in vars(args).items()},
+            "environment": common.environment(),
+        }
+    )
+    return 1 if differing else 0
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench.speed", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", default="smollm2", help="folder, hub id, GGUF file or smollm2")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--history", type=Path, required=True, help="requests answered before")
+    parser.add_argument("--calibration", type=Path, required=True, help="requests to learn from")
+    parser.add_argument("--test", type=Path, required=True, help="requests to measure with")
+    parser.add_argument("--limit", type=int, help="use the first N test requests")
+    parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--trees", type=int, default=16, help="draft trees retrieved per request")
+    parser.add_argument("--shared-tokens", type=int, default=1 << 17, help="shared store's size")
+    return parser.parse_args(argv)
+
+
+def _best_frequency(
+    calibration: Sequence[Trajectory], drafter: common.FrozenDrafter, cost: CostStaircase
+) -> Select:
+    choices = [replay.most_frequent(size) for size in FREQUENCY_SIZES]
+    speeds = [replay.replay(calibration, drafter, c, cost).tok_s for c in choices]
+    return choices[int(np.argmax(speeds))]
+
+
+def _decode(
+    engine: Engine, prompt: common.Prompt, test: Trajectory, select: Select | None
+) -> tuple[list[int], RequestStats]:
+    """Decode one request alone; `select` None is plain decoding."""
+    output: list[int] = []
+    if select is not None:
+        chosen: Select = select
+        engine.node_filter = lambda candidate, thresholds, batch_size, most: chosen(
+            candidate, test.output_ids[len(output) :]
+        )
+    request = GenerationRequest(
+        request_id=prompt.request_id,
+        prompt_ids=prompt.token_ids,
+        params=SamplingParams(max_tokens=test.max_tokens, speculative=select is not None),
+        namespace=common.NAMESPACE,
+    )
+    engine.add(request)
+    engine.attach_retrieved(prompt.request_id, test.retrieved)
+    while True:
+        for step in engine.step():
+            output += step.token_ids
+            if step.stats is not None:
+                return output, step.stats
+
+
+def _transformers_generate(
+    model: str, engine: Engine, prompts: Sequence[common.Prompt], max_tokens: int
+) -> tuple[float, float]:
+    """Tokens per second, prefill included, of transformers `generate` and of this engine, plain.
+
+    Medians over requests taken in turn.
+    """
+    loaded, _ = load_model(model, engine.target.dtype)
+    eos = sorted(engine.target.eos_token_ids)
+
+    def generate(prompt: common.Prompt) -> int:
+        ids = torch.tensor([prompt.token_ids])
+        with torch.inference_mode():
+            out = loaded.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=max_tokens,
+                eos_token_id=eos,
+                pad_token_id=eos[0],
+            )
+        return int(out.shape[1]) - len(prompt.token_ids)
+
+    def ours(prompt: common.Prompt) -> int:
+        done = common.generate(engine, [prompt], max_tokens, speculative=False)
+        return len(done[prompt.request_id][0])
+
+    def speed(run: Callable[[common.Prompt], int], prompt: common.Prompt) -> float:
+        started = time.perf_counter()
+        return run(prompt) / (time.perf_counter() - started)
+
+    generate(prompts[0])  # warm-up
+    pairs = [(speed(generate, p), speed(ours, p)) for p in prompts]
+    theirs, mine = zip(*pairs, strict=True)
+    return statistics.median(theirs), statistics.median(mine)
+
+
+def _print(measured: dict[str, Measured], replayed: dict[str, replay.Tally]) -> None:
+    plain = measured["plain"]
+    rows = []
+    for name, m in measured.items():
+        rows.append(
+            (
+                name,
+                m.tok_s,
+                m.tok_s / plain.tok_s,
+                statistics.median(
+                    (b.decode_s / max(1, b.num_output_tokens - 1))
+                    / (a.decode_s / max(1, a.num_output_tokens - 1))
+                    for a, b in zip(m.stats, plain.stats, strict=True)
+                ),
+                replayed[name].tok_s / replayed["plain"].tok_s,
+                m.request_tok_s / plain.request_tok_s,
+                m.acceptance_length,
+                m.nodes_per_step,
+                m.ms_per_step("forward_s"),
+                m.ms_per_step("draft_s"),
+                m.ms_per_step("valuation_s"),
+                m.other_ms,
+            )
+        )
+    common.print_table(
+        ("mode", "tok/s", "speedup", "median", "replayed", "+prefill", "accept. len", "nodes",
+         "forward ms", "draft ms", "value ms", "other ms"),
+        rows,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
