@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,7 +113,8 @@ class DraftStore:
     ) -> None:
         """Queue a finished greedy answer for storing; call from the event loop."""
         if self._writer is None:
-            self._writer = asyncio.create_task(self._write_all())
+            # Without a context of its own, every write would be logged under the first request.
+            self._writer = asyncio.create_task(self._write_all(), context=Context())
         try:
             self._pending.put_nowait((namespace, prompt_ids, output_ids))
         except asyncio.QueueFull:

@@ -81,8 +81,9 @@ class ApiError(Exception):
 class RequestContext:
     """ASGI middleware: request id in and out, a cap on the body, no exception past this point."""
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: int, echo_request_id: bool) -> None:
         self._app = app
+        self._echo_request_id = echo_request_id
         self._max_body_bytes = max_body_bytes
         self._too_large = f"The request body is larger than {max_body_bytes} bytes."
 
@@ -101,7 +102,9 @@ class RequestContext:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                if self._echo_request_id:
+                    header = (b"x-request-id", request_id.encode())
+                    message["headers"] = [*message["headers"], header]
             await send(message)
 
         num_bytes = 0
@@ -128,9 +131,11 @@ class RequestContext:
             await error.response()(scope, receive, send_with_id)
 
 
-def install(app: FastAPI, *, max_body_bytes: int) -> None:
+def install(app: FastAPI, *, max_body_bytes: int, echo_request_id: bool) -> None:
     """Give `app` the middleware and the handlers that shape every error."""
-    app.add_middleware(RequestContext, max_body_bytes=max_body_bytes)
+    app.add_middleware(
+        RequestContext, max_body_bytes=max_body_bytes, echo_request_id=echo_request_id
+    )
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)

@@ -36,9 +36,14 @@ logger = logging.getLogger(__name__)
 PING_INTERVAL_S = 15.0
 
 
-def create_app(target: TargetPort, args: AppArgs, keys: ApiKeys) -> FastAPI:
+def create_app(
+    target: TargetPort, args: AppArgs, keys: ApiKeys, *, echo_request_id: bool = True
+) -> FastAPI:
     """The HTTP app. Once keys are configured, every route of it needs one; /health is none of its
-    API routes. There is no /docs and no /openapi.json."""
+    API routes. There is no /docs and no /openapi.json.
+
+    echo_request_id: False behind a proxy that adds the x-request-id header to answers itself
+    """
     app = FastAPI(
         title="ValuSpec",
         dependencies=[Depends(keys.require)],
@@ -46,7 +51,7 @@ def create_app(target: TargetPort, args: AppArgs, keys: ApiKeys) -> FastAPI:
         redoc_url=None,
         openapi_url=None,
     )
-    errors.install(app, max_body_bytes=args.max_body_bytes)
+    errors.install(app, max_body_bytes=args.max_body_bytes, echo_request_id=echo_request_id)
 
     async def health(_: Request) -> Response:
         await target.check_ready()
@@ -234,4 +239,5 @@ class Gateway:
         self._keys = ApiKeys.from_environment()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._port, self._args, self._keys)
+        # Serve's HTTP server adds the request id to every answer.
+        return create_app(self._port, self._args, self._keys, echo_request_id=False)

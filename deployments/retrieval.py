@@ -55,4 +55,6 @@ class Retrieval:
 
 
 def _cache_folder() -> Path:
+    if chosen := os.environ.get("VALUSPEC_CACHE"):
+        return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "valuspec"

