@@ -19,7 +19,7 @@ from valuspec.cost import CostStaircase
 from valuspec.errors import ThresholdError
 
 SCHEMA = 1
-SMOOTHING = 8.0
+SMOOTHING = 16.0
 """Weight k of the coarser signature's rate in (taken + k * prior) / (seen + k)."""
 PRIOR = 0.1
 """Transfer rate assumed where nothing at all was seen."""
@@ -32,8 +32,8 @@ Counts = NDArray[np.int64]
 
 def signature_scheme() -> str:
     """Hash of the bucket edges: rates counted under other buckets mean something else."""
-    edges = [evidence.SHARE_EDGES, evidence.LENGTH_EDGES, evidence.COUNT_EDGES,
-             evidence.DEPTH_EDGES, evidence.PROBABILITY_EDGES]  # fmt: skip
+    edges = [evidence.SHARE_EDGES, evidence.OWN_SHARE_EDGES, evidence.COUNT_EDGES,
+             evidence.LENGTH_EDGES, evidence.DEPTH_EDGES, evidence.PROBABILITY_EDGES]  # fmt: skip
     text = json.dumps([[e.tolist() for e in edges], evidence.SHAPE])
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

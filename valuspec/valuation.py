@@ -58,7 +58,7 @@ def prune_retrieved(tree: DraftTree, thresholds: ThresholdSet, similarity: float
     tau = min(bucket.tau for bucket in thresholds.buckets)
     alone = Evidence.of_tree(tree)
     by_signature = thresholds.rates[: evidence.NUM_OCCURRENCE_CODES].reshape(evidence.SHAPE)
-    best = by_signature.max(axis=(1, 3, 4, 5))  # [share, parent count]
+    best = by_signature.max(axis=(1, 3))  # [share, parent count]
     share = np.searchsorted(evidence.SHARE_EDGES, alone.share, side="right")
     count = np.searchsorted(evidence.COUNT_EDGES, alone.parent_occurrences, side="right")
     possible = (best[share, count] >= tau).tolist()

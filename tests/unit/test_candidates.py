@@ -23,12 +23,20 @@ class Node:
     children: dict[int, Node] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
     weights: list[int] = field(default_factory=list)
-    sources: int = 0
+    sources: list[int] = field(default_factory=list)
+
+    def supports(self) -> list[float]:
+        pairs = zip(self.lengths, self.weights, strict=True)
+        return [float(EVIDENCE_WEIGHT[length] * weight) for length, weight in pairs]
 
     @property
     def support(self) -> float:
-        pairs = zip(self.lengths, self.weights, strict=True)
-        return float(sum(EVIDENCE_WEIGHT[length] * weight for length, weight in pairs))
+        return sum(self.supports())
+
+    @property
+    def own_support(self) -> float:
+        pairs = zip(self.supports(), self.sources, strict=True)
+        return sum(support for support, source in pairs if source == Source.OWN)
 
 
 Continuation = tuple[list[int], list[int], int, int]  # tokens, weights, match length, source
@@ -44,7 +52,7 @@ def naive_trie(rows: list[Continuation], max_depth: int) -> Node:
             node = node.children.setdefault(token, Node())
             node.lengths.append(length)
             node.weights.append(weight)
-            node.sources |= source
+            node.sources.append(source)
     return root
 
 
@@ -87,12 +95,15 @@ def test_nodes_carry_the_evidence_of_a_naive_trie(
         node = above.children[token]
         nodes.append(node)
         others = above.children.values()
-        assert evidence.sources[i] == node.sources
+        assert evidence.sources[i] == np.bitwise_or.reduce(node.sources)
         assert evidence.match_length[i] == max(node.lengths)
-        assert evidence.parent_match_length[i] == max(max(o.lengths) for o in others)
         assert evidence.occurrences[i] == tree.counts[i] == sum(node.weights)
         assert evidence.parent_occurrences[i] == sum(sum(o.weights) for o in others)
         assert evidence.share[i] == pytest.approx(node.support / sum(o.support for o in others))
+        if own := sum(o.own_support for o in others):
+            assert evidence.own_share[i] == pytest.approx(node.own_support / own)
+        else:
+            assert np.isnan(evidence.own_share[i])
         assert evidence.depth[i] == (1 if parent < 0 else evidence.depth[parent] + 1)
 
 

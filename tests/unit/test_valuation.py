@@ -48,11 +48,11 @@ def candidates(draw: st.DrawFn, max_size: int = 64) -> CandidateTree:
     evidence = Evidence(
         sources=rng.integers(1, 8, size).astype(np.int32),
         match_length=rng.integers(1, 17, size).astype(np.int32),
-        parent_match_length=rng.integers(1, 17, size).astype(np.int32),
         occurrences=rng.integers(1, 30, size).astype(np.int32),
         parent_occurrences=rng.integers(1, 40, size).astype(np.int32),
         depth=tree.depths(),
         share=rng.random(size).astype(np.float32),
+        own_share=np.where(rng.random(size) < 0.5, rng.random(size), np.nan).astype(np.float32),
         probability=np.where(from_model, rng.random(size), np.nan).astype(np.float32),
     )
     return CandidateTree(tree, evidence)

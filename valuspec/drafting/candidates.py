@@ -21,6 +21,9 @@ from valuspec.tree import DraftTree
 POOL_NODES = 2048
 """Trie nodes per step; continuations of the shortest matches are dropped beyond it."""
 
+OWN = 1
+"""`Source.OWN`; a kernel reads constants of its own file only."""
+
 IntArray = NDArray[np.int32]
 
 EVIDENCE_WEIGHT = np.array([float(length * length) for length in range(MAX_MATCH + 1)])
@@ -39,11 +42,12 @@ class _Pool(NamedTuple):
     next_sibling: IntArray
     sources: IntArray
     match_length: IntArray
-    child_match_length: IntArray
     visits: NDArray[np.int64]
     child_visits: NDArray[np.int64]
     support: NDArray[np.float64]
     child_support: NDArray[np.float64]
+    own_support: NDArray[np.float64]
+    child_own_support: NDArray[np.float64]
     kept_as: IntArray
     heap_node: IntArray
     heap_score: NDArray[np.float64]
@@ -61,9 +65,9 @@ class _Pool(NamedTuple):
 
         return cls(
             token=int32(), parent=int32(), depth=int32(), first_child=int32(),
-            next_sibling=int32(), sources=int32(), match_length=int32(),
-            child_match_length=int32(), visits=int64(), child_visits=int64(), support=double(),
-            child_support=double(), kept_as=int32(), heap_node=int32(), heap_score=double(),
+            next_sibling=int32(), sources=int32(), match_length=int32(), visits=int64(),
+            child_visits=int64(), support=double(), child_support=double(), own_support=double(),
+            child_own_support=double(), kept_as=int32(), heap_node=int32(), heap_score=double(),
         )  # fmt: skip
 
 
@@ -77,24 +81,20 @@ class CandidateBuilder:
         self, found: Continuations, num_rows: int, max_nodes: int, max_depth: int
     ) -> CandidateTree:
         """Merge the first `num_rows` continuations into a tree of at most `max_nodes` nodes."""
-        columns = np.empty((9, max_nodes), np.int32)
-        share = np.empty(max_nodes, np.float32)
-        size = _build(self._pool, found, num_rows, max_nodes, max_depth, columns, share)
-        columns, share = columns[:, :size], share[:size]
-        probability = np.full(size, np.nan, np.float32)
-        tree = DraftTree(columns[0], columns[1], columns[2])
-        return CandidateTree(
-            tree,
-            Evidence(
-                columns[3], columns[4], columns[5], columns[2], columns[6], columns[7],
-                share, probability,
-            ),
-        )  # fmt: skip
+        integers = np.empty((7, max_nodes), np.int32)
+        floats = np.full((3, max_nodes), np.nan, np.float32)
+        size = _build(self._pool, found, num_rows, max_nodes, max_depth, integers, floats)
+        tokens, parents, counts, parent_counts, sources, lengths, depths = integers[:, :size]
+        share, own_share, none = floats[:, :size]
+        evidence = Evidence(
+            sources, lengths, counts, parent_counts, depths, share, own_share, probability=none
+        )
+        return CandidateTree(DraftTree(tokens, parents, counts), evidence)
 
 
 @kernel
 def _build(
-    pool: Any, found: Any, num_rows: int, max_nodes: int, max_depth: int, columns: Any, share: Any
+    pool: Any, found: Any, num_rows: int, max_nodes: int, max_depth: int, integers: Any, floats: Any
 ) -> int:
     used = _new_node(pool, 0, -1, -1)
     for length in range(MAX_MATCH, 0, -1):
@@ -116,8 +116,6 @@ def _build(
                     child = used
                     used = _new_node(pool, child, token, node)
                     pool.match_length[child] = length
-                    if pool.child_match_length[node] == 0:
-                        pool.child_match_length[node] = length
                 weight = found.weights[row, depth]
                 support = EVIDENCE_WEIGHT[length] * weight
                 pool.sources[child] |= found.sources[row]
@@ -125,8 +123,11 @@ def _build(
                 pool.child_visits[node] += weight
                 pool.support[child] += support
                 pool.child_support[node] += support
+                if found.sources[row] == OWN:
+                    pool.own_support[child] += support
+                    pool.child_own_support[node] += support
                 node = child
-    return _select(pool, max_nodes, columns, share)
+    return _select(pool, max_nodes, integers, floats)
 
 
 @kernel
@@ -138,11 +139,12 @@ def _new_node(pool: Any, node: int, token: int, parent: int) -> int:
     pool.next_sibling[node] = -1
     pool.sources[node] = 0
     pool.match_length[node] = 0
-    pool.child_match_length[node] = 0
     pool.visits[node] = 0
     pool.child_visits[node] = 0
     pool.support[node] = 0.0
     pool.child_support[node] = 0.0
+    pool.own_support[node] = 0.0
+    pool.child_own_support[node] = 0.0
     if parent >= 0:
         pool.depth[node] = pool.depth[parent] + 1
         pool.next_sibling[node] = pool.first_child[parent]
@@ -157,8 +159,8 @@ def draft_reach(length: int) -> int:
 
 
 @kernel
-def _select(pool: Any, max_nodes: int, columns: Any, share: Any) -> int:
-    """Best-first by path share; writes tree and evidence columns, returns the number of nodes."""
+def _select(pool: Any, max_nodes: int, integers: Any, floats: Any) -> int:
+    """Best-first by path share; writes tree and evidence, returns the number of nodes."""
     heap = _push_children(pool, 0, 1.0, 0)
     pool.kept_as[0] = -1
     size = 0
@@ -166,15 +168,16 @@ def _select(pool: Any, max_nodes: int, columns: Any, share: Any) -> int:
         node, score = pool.heap_node[0], pool.heap_score[0]
         heap = _pop(pool, heap)
         parent = pool.parent[node]
-        columns[0, size] = pool.token[node]
-        columns[1, size] = pool.kept_as[parent]
-        columns[2, size] = min(pool.visits[node], 2**31 - 1)
-        columns[3, size] = pool.sources[node]
-        columns[4, size] = pool.match_length[node]
-        columns[5, size] = pool.child_match_length[parent]
-        columns[6, size] = min(pool.child_visits[parent], 2**31 - 1)
-        columns[7, size] = pool.depth[node]
-        share[size] = pool.support[node] / pool.child_support[parent]
+        integers[0, size] = pool.token[node]
+        integers[1, size] = pool.kept_as[parent]
+        integers[2, size] = min(pool.visits[node], 2**31 - 1)
+        integers[3, size] = min(pool.child_visits[parent], 2**31 - 1)
+        integers[4, size] = pool.sources[node]
+        integers[5, size] = pool.match_length[node]
+        integers[6, size] = pool.depth[node]
+        floats[0, size] = pool.support[node] / pool.child_support[parent]
+        if pool.child_own_support[parent] > 0:
+            floats[1, size] = pool.own_support[node] / pool.child_own_support[parent]
         pool.kept_as[node] = size
         size += 1
         heap = _push_children(pool, node, score, heap)
