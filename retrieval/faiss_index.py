@@ -19,7 +19,7 @@ from retrieval.index import (
     top_k,
 )
 
-TAIL_ROWS = 4096
+TAIL_ROWS = 2048
 MAX_REMOVED = 64
 
 
@@ -111,7 +111,8 @@ class FaissIndex:
         # OpenMP's thread count belongs to the calling thread, so it is set where the search runs.
         faiss.omp_set_num_threads(self._num_threads)
         wanted = min(max(k, 0) + len(snapshot.removed), int(snapshot.sealed.ntotal))
-        ids, scores = snapshot.tail_ids, snapshot.tail_vectors @ query
+        # Not `@`: BLAS would wake its own threads, and beside a busy decoder waits for them.
+        ids, scores = snapshot.tail_ids, np.einsum("ij,j->i", snapshot.tail_vectors, query)
         if wanted:
             sealed_scores, sealed_ids = snapshot.sealed.search(query[None], wanted)
             ids = np.concatenate([sealed_ids[0], ids])

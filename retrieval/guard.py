@@ -11,8 +11,6 @@ from retrieval.codec import BlobRejectedError, RejectReason, StoredTree, decode,
 from retrieval.embedding import EMBEDDING_DIM
 from retrieval.store import StoreError, TreeStore
 
-# Replies of a healthy server that only refuses writes: reading goes on.
-_WRITE_REFUSED = frozenset({"full", "readonly"})
 _T = TypeVar("_T")
 
 
@@ -77,10 +75,7 @@ class GuardedStore:
             failure = error if isinstance(error, StoreError) else None
             kind = failure.kind if failure else "protocol"
             self._counts[f"store_error.{kind}"] += 1
-            if kind in _WRITE_REFUSED:
-                self._breaker.record_success()
-            else:
-                self._breaker.record_failure()
+            self._breaker.record_failure()
             if failure:
                 raise
             raise StoreError(kind, f"{type(error).__name__}: {error}") from error

@@ -153,7 +153,9 @@ class RetrievalService:
     async def aclose(self, timeout_s: float = 1.0) -> None:
         """Let work under way end, at most timeout_s, then release connections and threads."""
         if self._tasks:
-            await asyncio.wait(set(self._tasks), timeout=timeout_s)
+            _, late = await asyncio.wait(set(self._tasks), timeout=timeout_s)
+            for task in late:  # nobody will use their connections again
+                task.cancel()
         await self._raw_store.aclose()
         self._workers.shutdown(wait=False, cancel_futures=True)
 
