@@ -125,6 +125,21 @@ class ScriptedSession(DraftSession):
         return CandidateTree(tree, Evidence.of_tree(tree))
 
 
+class EitherDrafter(Drafter):
+    """Each request uses one of several drafters, drawn at random."""
+
+    def __init__(self, drafters: Sequence[Drafter], seed: int) -> None:
+        super().__init__()
+        self.drafters = drafters
+        self.rng = np.random.default_rng(seed)
+
+    def start(self, namespace: str, prompt_ids: TokenIds) -> DraftSession:
+        return self.drafters[self.rng.integers(len(self.drafters))].start(namespace, prompt_ids)
+
+    def remember(self, *_: Any) -> None:
+        return
+
+
 def keep_all(
     candidate: CandidateTree, thresholds: ThresholdSet, batch_size: int, max_nodes: int
 ) -> NDArray[np.int32]:

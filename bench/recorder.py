@@ -1,0 +1,125 @@
+"""Runs an engine and keeps the logits that each output token was chosen from, as hashes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from valuspec.engine.engine import Engine
+from valuspec.engine.kv_cache import KvCache
+from valuspec.engine.rows import SequenceRows
+from valuspec.engine.target import Target
+from valuspec.engine.types import GenerationRequest, StepOutput
+from valuspec.tree import DraftTree
+
+
+class Forward(NamedTuple):
+    """Rows of one target forward, and the logits that were asked for."""
+
+    rows: list[SequenceRows]
+    logits: torch.Tensor
+    every_row: bool
+
+
+class RecordingTarget:
+    """A target that remembers the forwards of the current step; otherwise the one it wraps."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self.forwards: list[Forward] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def forward(
+        self,
+        groups: list[list[SequenceRows]],
+        cache: KvCache,
+        logit_rows: NDArray[np.int64] | None = None,
+    ) -> torch.Tensor:
+        logits = self._target.forward(groups, cache, logit_rows)
+        rows = [member for group in groups for member in group]
+        self.forwards.append(Forward(rows, logits, logit_rows is None))
+        return logits
+
+
+@dataclass(slots=True)
+class Output:
+    """What one request produced.
+
+    digests: per output token, a hash of the logits it was chosen from
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    digests: list[bytes] = field(default_factory=list)
+
+
+class Recorder:
+    """Runs an engine step by step and attributes each output token to its row of logits."""
+
+    def __init__(self, engine: Engine, target: RecordingTarget) -> None:
+        self.engine = engine
+        self.target = target
+        self.outputs: dict[str, Output] = {}
+        self._prompts: dict[str, tuple[int, ...]] = {}
+
+    def add(self, request: GenerationRequest, trees: Sequence[DraftTree] = ()) -> None:
+        self.engine.add(request)
+        self.engine.attach_retrieved(request.request_id, list(trees))
+        self.outputs[request.request_id] = Output()
+        self._prompts[request.request_id] = request.prompt_ids
+
+    def step(self) -> list[StepOutput]:
+        self.target.forwards.clear()
+        steps = self.engine.step()
+        unclaimed = []
+        for forward in self.target.forwards:
+            offset = 0
+            for rows in forward.rows:
+                wanted = len(rows) if forward.every_row else 1
+                unclaimed.append((rows, forward.logits[offset : offset + wanted], forward))
+                offset += wanted
+        for step in steps:
+            self._record(step, unclaimed)
+        return steps
+
+    def _record(
+        self, step: StepOutput, unclaimed: list[tuple[SequenceRows, torch.Tensor, Forward]]
+    ) -> None:
+        output = self.outputs[step.request_id]
+        context = [*self._prompts[step.request_id], *output.token_ids]
+        for index, (rows, logits, forward) in enumerate(unclaimed):
+            if output.token_ids:
+                found = rows.start == len(context) - 1 and rows.token_ids[0] == context[-1]
+            else:
+                found = rows.start + len(rows) == len(context) and not forward.every_row
+            if found:
+                break
+        else:
+            raise RuntimeError(f"no rows of the last step belong to request {step.request_id}")
+        del unclaimed[index]
+        parents, tokens = rows.parents.tolist(), rows.token_ids.tolist()
+        reached = [0 if forward.every_row else len(rows) - 1]
+        for token in step.token_ids:
+            if not reached:
+                raise RuntimeError(f"request {step.request_id}: a token no verified row leads to")
+            row = reached[-1] if forward.every_row else 0
+            output.digests.append(_digest(logits[row]))
+            # Several, where a tree holds the same token twice under one parent.
+            reached = [r for r, p in enumerate(parents) if p in reached and tokens[r] == token]
+        output.token_ids += step.token_ids
+        output.text += step.text
+        output.finish_reason = step.finish_reason
+
+
+def _digest(logits: torch.Tensor) -> bytes:
+    raw = logits.contiguous().view(torch.uint8).cpu().numpy()
+    return hashlib.blake2b(raw, digest_size=16).digest()
