@@ -1,0 +1,148 @@
+"""Serve a model on this machine: a local Ray, the Serve app, and a Valkey for draft trees.
+
+Nothing listens beyond this machine unless --host says so. API keys come from VALUSPEC_API_KEYS
+("tenant:key" or "key", comma separated) or the file named by VALUSPEC_API_KEYS_FILE (one a line);
+with REDIS_URL set, draft trees are kept there in place of a Valkey of our own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import signal
+import socket
+import sys
+import threading
+
+from deployments.auth import ApiKeys
+from deployments.settings import AppArgs
+
+EXAMPLE = """example:
+  valuspec serve
+  valuspec serve --model ./my-model --port 9000 --max-batch-size 16"""
+
+_APP_NAME = "valuspec"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    defaults = AppArgs()
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="(%(default)s)")
+    parser.add_argument(
+        "--model",
+        default=defaults.model,
+        help="'smollm2' (built in), a local folder, a .gguf file or a hub id (%(default)s)",
+    )
+    parser.add_argument("--served-model-name", help="model id that clients send")
+    parser.add_argument("--dtype", default=defaults.dtype, help="(%(default)s)")
+    parser.add_argument("--device", default=defaults.device, help="cpu or cuda (%(default)s)")
+    parser.add_argument(
+        "--max-batch-size",
+        type=int,
+        default=defaults.max_batch_size,
+        help="requests decoded together (%(default)s)",
+    )
+    parser.add_argument("--num-threads", type=int, help="CPU threads of the model (all cores)")
+    parser.add_argument("--threshold-file", help="threshold set to start with (the shipped one)")
+    parser.add_argument(
+        "--fast", action="store_true", help="give up bit-identical output where that is faster"
+    )
+    parser.add_argument(
+        "--no-retrieval", action="store_true", help="do not store or look up draft trees"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until Ctrl-C or SIGTERM; return the exit code."""
+    # pydantic names the option and the limit; a traceback would only hide them.
+    try:
+        args = AppArgs(
+            model=options.model,
+            served_model_name=options.served_model_name,
+            dtype=options.dtype,
+            device=options.device,
+            exact=not options.fast,
+            max_batch_size=options.max_batch_size,
+            num_threads=options.num_threads,
+            threshold_file=options.threshold_file,
+            retrieval=not options.no_retrieval,
+        )
+        keys = ApiKeys.from_environment()
+        _check_port(options.host, options.port)
+    except (ValueError, OSError) as error:
+        print(f"valuspec serve: {error}", file=sys.stderr)
+        return 2
+    if not keys and not ipaddress.ip_address(_address(options.host)).is_loopback:
+        print(
+            f"WARNING: {options.host} can be reached from other machines and no API key is set "
+            "(VALUSPEC_API_KEYS).",
+            file=sys.stderr,
+        )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return _serve(args, options.host, options.port)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _serve(args: AppArgs, host: str, port: int) -> int:
+    """Start everything, wait for KeyboardInterrupt, stop everything."""
+    # Read by Ray when it is imported, and inherited by all of its processes.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Despite its name, this is what keeps Ray's own ports on the loopback address.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    print("==> starting Ray on this machine", flush=True)
+    import ray
+    from ray import serve
+    from ray.serve.exceptions import RayServeException
+
+    from deployments.app import build_app
+
+    try:
+        ray.init(address="local", include_dashboard=False, log_to_driver=False)
+        print(f"==> loading {args.model_name} (up to a minute; longer the first time)", flush=True)
+        serve.start(http_options={"host": host, "port": port})
+        try:
+            serve.run(build_app(args), name=_APP_NAME)
+        except (RuntimeError, RayServeException) as error:
+            print(f"valuspec serve: the app did not start: {error}", file=sys.stderr)
+            return 1
+        print(_greeting(args, host, port), flush=True)
+        threading.Event().wait()
+        return 0
+    finally:
+        # A second Ctrl-C must not leave half of the processes behind.
+        for kind in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(kind, signal.SIG_IGN)
+        print("\n==> stopping", flush=True)
+        serve.shutdown()  # type: ignore[no-untyped-call]
+        ray.shutdown()
+
+
+def _greeting(args: AppArgs, host: str, port: int) -> str:
+    url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+    return f"""==> serving {args.model_name} on {url} (Ctrl-C stops)
+
+curl {url}/v1/chat/completions -H 'content-type: application/json' \\
+  -d '{{"model": "{args.model_name}", "temperature": 0,
+       "messages": [{{"role": "user", "content": "What is a draft tree?"}}]}}'
+"""
+
+
+def _address(host: str) -> str:
+    return str(socket.getaddrinfo(host, None)[0][4][0])
+
+
+def _check_port(host: str, port: int) -> None:
+    """Raise OSError if the port is taken, before anything is started."""
+    family = socket.getaddrinfo(host, port)[0][0]
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise OSError(
+                f"cannot listen on {host}:{port} ({error.strerror}); try --port"
+            ) from None
