@@ -59,7 +59,7 @@ class _Ring(NamedTuple):
     tokens: IntArray  # [capacity]
     weights: IntArray  # [capacity]
     owners: IntArray  # [capacity]
-    heads: NDArray[np.int64]  # [len(GRAMS), num_buckets]
+    heads: NDArray[np.int64]  # [len(GRAMS), capacity], by hash
     links: NDArray[np.int64]  # [len(GRAMS), capacity]
     state: NDArray[np.int64]  # [next position, length of the open document]
 
@@ -112,10 +112,10 @@ class SuffixIndex:
 
 @kernel
 def _append(ring: Any, tokens: Any, weights: Any, owner: int) -> None:
-    capacity, buckets = ring.tokens.size, ring.heads.shape[1]
+    mask = ring.tokens.size - 1  # x & mask is x modulo the capacity, a power of two
     position, run = ring.state[0], ring.state[1]
     for i in range(tokens.size):
-        slot = position % capacity
+        slot = position & mask
         ring.tokens[slot] = tokens[i]
         ring.weights[slot] = weights[i]
         ring.owners[slot] = owner
@@ -124,9 +124,9 @@ def _append(ring: Any, tokens: Any, weights: Any, owner: int) -> None:
         back, level = 0, 0
         while level < len(GRAMS) and GRAMS[level] <= run:
             while back < GRAMS[level]:
-                code = _mix(code, ring.tokens[(position - back) % capacity])
+                code = _mix(code, ring.tokens[(position - back) & mask])
                 back += 1
-            bucket = _bucket(code, buckets)
+            bucket = _bucket(code, mask)
             ring.links[level, slot] = ring.heads[level, bucket]
             ring.heads[level, bucket] = position
             level += 1
@@ -136,9 +136,9 @@ def _append(ring: Any, tokens: Any, weights: Any, owner: int) -> None:
 
 @kernel
 def _search(ring: Any, tail: Any, owner: int, source: int, out: Any, row: int) -> int:
-    capacity, buckets = ring.tokens.size, ring.heads.shape[1]
+    mask = ring.tokens.size - 1
     end = ring.state[0]
-    oldest = max(0, end - capacity)
+    oldest = max(0, end - ring.tokens.size)
     max_rows, max_depth = out.tokens.shape
     starts = np.full(len(GRAMS), -1, np.int64)
     code = np.uint64(owner)
@@ -148,7 +148,7 @@ def _search(ring: Any, tail: Any, owner: int, source: int, out: Any, row: int) -
             while back < GRAMS[level]:
                 code = _mix(code, tail[tail.size - 1 - back])
                 back += 1
-            starts[level] = ring.heads[level, _bucket(code, buckets)]
+            starts[level] = ring.heads[level, _bucket(code, mask)]
     for level in range(len(GRAMS) - 1, -1, -1):
         # Longer matches were found by the longer group already.
         limit = GRAMS[level + 1] if level + 1 < len(GRAMS) else MAX_MATCH + 1
@@ -157,23 +157,23 @@ def _search(ring: Any, tail: Any, owner: int, source: int, out: Any, row: int) -
         while position >= oldest and hits < MAX_HITS and probes < MAX_PROBES and row < max_rows:
             probes += 1
             follow = position + 1
-            if follow < end and ring.tokens[follow % capacity] >= 0:
+            if follow < end and ring.tokens[follow & mask] >= 0:
                 length = 0
                 while (
                     length < tail.size
                     and length < limit
                     and position - length >= oldest
-                    and ring.tokens[(position - length) % capacity] == tail[tail.size - 1 - length]
+                    and ring.tokens[(position - length) & mask] == tail[tail.size - 1 - length]
                 ):
                     length += 1
-                if GRAMS[level] <= length < limit and ring.owners[position % capacity] == owner:
+                if GRAMS[level] <= length < limit and ring.owners[position & mask] == owner:
                     depth = 0
                     while depth < max_depth and follow < end:
-                        token = ring.tokens[follow % capacity]
+                        token = ring.tokens[follow & mask]
                         if token < 0:
                             break
                         out.tokens[row, depth] = token
-                        out.weights[row, depth] = ring.weights[follow % capacity]
+                        out.weights[row, depth] = ring.weights[follow & mask]
                         depth += 1
                         follow += 1
                     if depth < max_depth:
@@ -182,7 +182,7 @@ def _search(ring: Any, tail: Any, owner: int, source: int, out: Any, row: int) -
                     out.sources[row] = source
                     row += 1
                     hits += 1
-            position = ring.links[level, position % capacity]
+            position = ring.links[level, position & mask]
     return row
 
 
@@ -192,5 +192,5 @@ def _mix(code: Any, token: Any) -> Any:
 
 
 @kernel
-def _bucket(code: Any, buckets: int) -> Any:
-    return np.int64((code >> np.uint64(32)) % np.uint64(buckets))
+def _bucket(code: Any, mask: int) -> Any:
+    return np.int64((code >> np.uint64(32)) & np.uint64(mask))
