@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from valuspec.engine.kv_cache import BLOCK, KvCache
+from valuspec.engine.kv_cache import BLOCK, ONES, KvCache
 from valuspec.engine.rows import NEAR, Group, Rows
 
 
@@ -90,12 +90,12 @@ class TwoZoneAttention:
         near_values = cache.layer_values[layer].index_select(0, group.near_values)
         near_out = torch.bmm(
             near.view(count * heads * width, per_head, NEAR),
-            near_values.view(count * heads * width, NEAR, size + 1),
+            near_values.view(count * heads * width, NEAR, size + ONES),
         )
-        total = near_out.float().view(count * heads, width * per_head, size + 1)
+        total = near_out.float().view(count * heads, width * per_head, size + ONES)
         for block in range(group.num_blocks):
             total += torch.bmm(far[block], cache.value_block(layer, block, group.first, count))
-        out = (total[..., :size] / total[..., size:]).to(cache.dtype)
+        out = (total[..., :size] / total[..., size : size + 1]).to(cache.dtype)
         out = out.view(count, heads, width, per_head, size).transpose(1, 2)
         return out.reshape(count * width, heads * per_head * size)
 

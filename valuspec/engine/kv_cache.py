@@ -1,13 +1,14 @@
 """Keys and values of all running sequences, in blocks of positions.
 
 keys:   [layers, blocks, sequences, kv heads, head size, BLOCK]      (transposed: scores = q @ keys)
-values: [layers, blocks, sequences, kv heads, BLOCK, head size + 1]  (last column is one)
+values: [layers, blocks, sequences, kv heads, BLOCK, head size + ONES]  (last columns are one)
 
 Blocks come before sequences so that a layer's block of the running sequences, which always occupy
 the first places, is one contiguous batch of matrices. Every product over keys therefore has the
 same inner size BLOCK whatever the context length: kernels split longer inner sizes differently for
-different lengths, which would change the rounding. The column of ones makes the softmax
-denominator part of the same product.
+different lengths, which would change the rounding. A column of ones makes the softmax denominator
+part of the same product; there are ONES of them so that every row begins at a multiple of 8 bytes
+(16 in fp32): fp32 kernels round differently at other addresses.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from numpy.typing import NDArray
 
 #: Positions per block.
 BLOCK = 256
+#: Columns of ones behind each value.
+ONES = 4
 
 Int64Array = NDArray[np.int64]
 
@@ -44,7 +47,7 @@ class KvCache:
         self.dtype = dtype
         self.device = device
         self.keys = self._blocks(0, head_size, BLOCK)
-        self.values = self._blocks(0, BLOCK, head_size + 1)
+        self.values = self._blocks(0, BLOCK, head_size + ONES)
         self._bind_layers()
 
     def _blocks(self, num_blocks: int, rows: int, columns: int) -> torch.Tensor:
@@ -55,7 +58,7 @@ class KvCache:
     def _bind_layers(self) -> None:
         layers = range(self.num_layers)
         self.layer_keys = [self.keys[i].view(-1) for i in layers]
-        self.layer_values = [self.values[i].view(-1, self.head_size + 1) for i in layers]
+        self.layer_values = [self.values[i].view(-1, self.head_size + ONES) for i in layers]
 
     @property
     def num_blocks(self) -> int:
@@ -67,8 +70,8 @@ class KvCache:
         if needed <= self.num_blocks:
             return
         added = max(needed, 2 * self.num_blocks) - self.num_blocks
-        values = self._blocks(added, BLOCK, self.head_size + 1)
-        values[..., -1] = 1
+        values = self._blocks(added, BLOCK, self.head_size + ONES)
+        values[..., -ONES:] = 1
         self.keys = torch.cat([self.keys, self._blocks(added, self.head_size, BLOCK)], dim=1)
         self.values = torch.cat([self.values, values], dim=1)
         self._bind_layers()
@@ -78,13 +81,13 @@ class KvCache:
         return self.keys[layer, block, first : first + count].view(-1, self.head_size, BLOCK)
 
     def value_block(self, layer: int, block: int, first: int, count: int) -> torch.Tensor:
-        """Values [count * kv heads, BLOCK, head size + 1] of one block."""
-        return self.values[layer, block, first : first + count].view(-1, BLOCK, self.head_size + 1)
+        """Values [count * kv heads, BLOCK, head size + ONES] of one block."""
+        return self.values[layer, block, first : first + count].view(-1, BLOCK, self.head_size + ONES)
 
     def value_row_of(
         self, sequence: Int64Array, head: Int64Array, slot: Int64Array
     ) -> Int64Array:
-        """Row of a layer's value store [-1, head size + 1]; arguments broadcast."""
+        """Row of a layer's value store [-1, head size + ONES]; arguments broadcast."""
         block, within = slot // BLOCK, slot % BLOCK
         head_row = (block * self.num_sequences + sequence) * self.num_kv_heads + head
         rows: Int64Array = head_row * BLOCK + within
@@ -128,7 +131,7 @@ class KvCache:
             return torch.from_numpy(array).to(self.device)
 
         keys = self.keys.view(self.num_layers, -1)
-        values = self.values.view(self.num_layers, -1, self.head_size + 1)
+        values = self.values.view(self.num_layers, -1, self.head_size + ONES)
         moved_keys = keys.index_select(1, tensor(self.key_offsets(sequences, sources)))
         moved_values = values.index_select(1, tensor(self.value_rows(sequences, sources)))
         keys.index_copy_(1, tensor(self.key_offsets(sequences, targets)), moved_keys)
