@@ -35,7 +35,7 @@ from valuspec.tree import DraftTree
 Outcome = Literal["hit", "miss", "timeout", "error", "open", "off"]
 WriteOutcome = Literal["stored", "dropped", "error", "open"]
 
-WARM_BATCH = 256
+WARM_BATCH = 64
 MAX_PENDING = 256
 MAX_PENDING_WRITES = 64
 
@@ -250,6 +250,7 @@ class RetrievalService:
                 return False
             ids = await self._store.tree_ids(namespace, self._max_trees)
             ids.reverse()  # oldest first, the order the index forgets in
+            ids = [id_ for id_ in ids if not self._indexes.contains(namespace, id_)]
             for start in range(0, len(ids), WARM_BATCH):
                 if not self.breaker.allow():
                     return False
