@@ -85,17 +85,17 @@ class Telemetry:
         """Add to a counter of COUNTERS."""
         if amount:
             self._totals["_".join([name, *tags.values()])] += int(amount)
-            if name in self._metrics:
+            if self._metrics:
                 self._metrics[name].inc(amount, tags)
 
     def observe(self, name: str, seconds: float, **tags: str) -> None:
         """Add one observation to a histogram of HISTOGRAMS."""
-        if name in self._metrics:
+        if self._metrics:
             self._metrics[name].observe(max(seconds, 0.0), tags)
 
     def gauge(self, name: str, value: float, **tags: str) -> None:
         """Set a gauge of GAUGES."""
-        if name in self._metrics:
+        if self._metrics:
             self._metrics[name].set(value, tags)
 
     def totals(self) -> dict[str, int]:

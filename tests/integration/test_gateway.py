@@ -55,7 +55,7 @@ def complete(client, prompt="abc", **fields):
     return client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 5, **fields})
 
 
-# -- generation -----------------------------------------------------------------------------------
+# -- generation
 
 
 def test_completion(client) -> None:
@@ -117,7 +117,7 @@ def test_request_id_is_echoed_or_made(client) -> None:
     assert body["id"] == "cmpl-mine-2"
 
 
-# -- errors ---------------------------------------------------------------------------------------
+# -- errors
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -181,7 +181,7 @@ def test_a_request_that_fails_in_the_middle_does_not_touch_others(client, port) 
     assert complete(client, "ok").json()["choices"][0]["text"] == "okoko"
 
 
-# -- models, health, tools ------------------------------------------------------------------------
+# -- models, health, tools
 
 
 def test_models(client) -> None:
@@ -233,7 +233,7 @@ def test_filter_values_a_foreign_tree(client) -> None:
     assert (empty["kept"], empty["values"]) == ([], [])
 
 
-# -- keys -----------------------------------------------------------------------------------------
+# -- keys
 
 
 def test_every_route_but_health_needs_a_key(port) -> None:
@@ -270,7 +270,7 @@ def test_tenants_have_namespaces_of_their_own(port) -> None:
     assert seen[0] == seen[2] != seen[1]
 
 
-# -- load and disconnects -------------------------------------------------------------------------
+# -- load and disconnects
 
 
 class Connection:

@@ -93,7 +93,7 @@ def replica(deployment: str) -> Any:
     return ray.get_actor(actor["name"], namespace=actor["namespace"])
 
 
-# -- answers --------------------------------------------------------------------------------------
+# -- answers
 
 
 def test_the_model_is_ready_and_exact(client) -> None:
@@ -193,7 +193,7 @@ def test_request_id_comes_back_once(client) -> None:
     assert response.headers.get_list("x-request-id") == ["abc-1"]
 
 
-# -- clients that go away ---------------------------------------------------------------------------
+# -- clients that go away
 
 
 def test_a_closed_stream_frees_its_slot(client) -> None:
@@ -213,7 +213,7 @@ def test_an_abandoned_whole_answer_frees_its_slot(client) -> None:
     wait_for("slot", lambda: client.get("/v1/valuspec/stats").json()["num_requests_running"] == 0)
 
 
-# -- parts that break, in this order ----------------------------------------------------------------
+# -- parts that break, in this order
 
 
 def test_valkey_killed_in_mid_stream_changes_no_byte(client, valkey) -> None:

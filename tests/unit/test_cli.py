@@ -1,0 +1,126 @@
+import http.server
+import json
+import socket
+import threading
+
+import pytest
+
+from deployments.cli import COMMANDS, main
+
+
+def test_help_lists_the_commands(capsys) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_with_an_example(name, capsys) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert f"example:\n  valuspec {name}" in text
+
+
+def test_a_wrong_command_is_an_error(capsys) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["sreve"])
+    assert end.value.code == 2
+    assert "sreve" in capsys.readouterr().err
+
+
+def test_serve_refuses_a_taken_port_and_bad_values_before_starting_anything(capsys) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 2
+    assert f"127.0.0.1:{port}" in capsys.readouterr().err
+    assert main(["serve", "--max-batch-size", "0"]) == 2
+    assert "max_batch_size" in capsys.readouterr().err
+
+
+def test_serve_refuses_a_key_variable_without_keys(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("VALUSPEC_API_KEYS", " ")
+    assert main(["serve"]) == 2
+    assert "holds no key" in capsys.readouterr().err
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """Answers with `reply`: (status, body); keeps the last request."""
+
+    reply: tuple[int, str]
+    received: dict
+
+    def do_POST(self) -> None:  # noqa: N802 - the library's name
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        type(self).received = {"key": self.headers["authorization"], **body}
+        status, text = self.reply
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+@pytest.fixture
+def url():
+    with http.server.HTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def sse(*bodies: dict) -> str:
+    return "".join(f"data: {json.dumps(b)}\n\n" for b in bodies)
+
+
+def piece(text: str) -> dict:
+    return {"choices": [{"delta": {"content": text}}], "usage": None}
+
+
+def test_chat_prints_the_answer_and_its_numbers(url, capsys) -> None:
+    metrics = {
+        "tokens_per_second": 50.0,
+        "time_to_first_token_ms": 12.0,
+        "speculative_decoding": {"num_spec_steps": 3, "mean_acceptance_length": 2.5},
+        "valuspec": {
+            "num_offered_nodes": 9,
+            "num_kept_nodes": 4,
+            "retrieval_outcome": "hit",
+        },
+    }
+    last = {"choices": [], "usage": {"completion_tokens": 7}, "metrics": metrics}
+    stream = sse(piece("Hel"), piece("lo")) + ": ping\n\n" + sse(last) + "data: [DONE]\n\n"
+    Server.reply = (200, stream)
+    arguments = ["chat", "--url", url, "--api-key", "k", "--no-speculation", "hi"]
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert out == "Hello\n"
+    assert "7 tokens, 50.0 tok/s" in err
+    assert "2.50 tokens a step" in err
+    assert Server.received["key"] == "Bearer k"
+    assert Server.received["speculative"] == {"enabled": False}
+
+
+@pytest.mark.parametrize(
+    ("reply", "shown"),
+    [
+        ((401, json.dumps({"error": {"message": "no key"}})), "401: no key"),
+        ((502, "<html>"), "502"),
+        ((200, sse(piece("He"), {"error": {"message": "replica lost"}})), "replica lost"),
+    ],
+)
+def test_chat_fails_with_the_servers_words(url, reply, shown, capsys) -> None:
+    Server.reply = reply
+    assert main(["chat", "--url", url, "hi"]) == 1
+    assert shown in capsys.readouterr().err
+
+
+def test_chat_without_a_server_says_how_to_start_one(capsys) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert main(["chat", "--url", f"http://127.0.0.1:{port}", "hi"]) == 1
+    assert "valuspec serve" in capsys.readouterr().err
