@@ -5,225 +5,49 @@ import asyncio
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from redis import Redis
 
 from retrieval.breaker import CircuitBreaker
 from retrieval.codec import MAX_BLOB_BYTES, StoredTree, encode
-from retrieval.embedded import EmbeddedValkey, EmbeddedValkeyError
+from retrieval.embedded import EmbeddedValkey
 from retrieval.faiss_index import FaissIndex
 from retrieval.index import InMemoryIndex, Neighbours
-from retrieval.namespace import namespace, tree_id
+from retrieval.namespace import tree_id
 from retrieval.redis_store import RedisStore
-from retrieval.service import MAX_PENDING_WRITES, RetrievalService, Retrieved
+from retrieval.service import MAX_PENDING_WRITES, RetrievalService
 from retrieval.store import InMemoryStore
+from tests.support.retrieving import (
+    LATE_S,
+    NS,
+    PATIENCE_S,
+    VOCAB,
+    answer,
+    eventually,
+    eventually_hit,
+    fill,
+    look,
+    look_briefly,
+    patient_service,
+    prompt,
+    quick_breaker,
+    service,
+    store_answers,
+    tree_key,
+)
 from tests.support.servers import admin, answering, delayed, stopped
 from valuspec.tree import DraftTree
 
-NS = namespace("tenant", "model", "tokenizer")
-VOCAB = 50_000
-# What production uses. A busy machine wakes a sleeper late; what is told apart is one deadline
-# and a stalled client.
-DEADLINE_S = 0.05
-LATE_S = 0.5
-# Where a test is about what is found, a busy machine must not make it a timeout.
-PATIENCE_S = 10.0
-
 
 @pytest.fixture
-def valkey(tmp_path: Path) -> Iterator[EmbeddedValkey]:
+def valkey() -> Iterator[EmbeddedValkey]:
     with EmbeddedValkey() as server:
         yield server
-
-
-@asynccontextmanager
-async def service(url: str, **options: Any) -> AsyncIterator[RetrievalService]:
-    """With production timeouts, for tests of faults."""
-    made = RetrievalService(RedisStore(url), FaissIndex, vocab_size=VOCAB, **options)
-    try:
-        yield made
-    finally:
-        await made.aclose()
-
-
-@asynccontextmanager
-async def patient_service(url: str, **options: Any) -> AsyncIterator[RetrievalService]:
-    """Without timeouts worth mentioning, for everything else."""
-    store = RedisStore(url, connect_timeout_s=PATIENCE_S, read_timeout_s=PATIENCE_S)
-    made = RetrievalService(store, FaissIndex, vocab_size=VOCAB, **options)
-    try:
-        yield made
-    finally:
-        await made.aclose()
-
-
-def prompt(n: int) -> list[int]:
-    return [1, 2, 3, 10_000 + n, 20_000 + n % 7]
-
-
-def answer(n: int) -> list[int]:
-    return [30_000 + n, 4, 5]
-
-
-def tree_key(n: int) -> str:
-    return f"vs:{{{NS}}}:tree:{tree_id(prompt(n))}"
-
-
-async def store_answers(made: RetrievalService, numbers: Sequence[int]) -> None:
-    for n in numbers:
-        assert await made.write_back(NS, prompt(n), answer(n)) == "stored"
-
-
-async def fill(valkey: EmbeddedValkey, numbers: Sequence[int]) -> None:
-    async with patient_service(valkey.url) as made:
-        await store_answers(made, numbers)
-
-
-async def look(made: RetrievalService, n: int, k: int = 16) -> Retrieved:
-    return await made.lookup(NS, prompt(n), k, deadline_s=PATIENCE_S)
-
-
-async def look_briefly(made: RetrievalService, n: int) -> Retrieved:
-    started = time.perf_counter()
-    found = await made.lookup(NS, prompt(n), deadline_s=DEADLINE_S)
-    assert time.perf_counter() - started < DEADLINE_S + LATE_S
-    return found
-
-
-async def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - the conditions are not ours to signal
-            await asyncio.sleep(0.005)
-
-
-async def eventually_hit(made: RetrievalService) -> None:
-    async with asyncio.timeout(10):
-        while (await look_briefly(made, 1)).outcome != "hit":  # noqa: ASYNC110 - nothing signals it
-            await asyncio.sleep(0.01)
-
-
-def quick_breaker() -> CircuitBreaker:
-    return CircuitBreaker(failure_threshold=3, cooldown_s=0.1)
-
-
-# -- what retrieval is for
-
-
-def test_finds_the_own_tree_first_and_similar_ones_after_it(valkey: EmbeddedValkey) -> None:
-    async def scenario() -> None:
-        async with patient_service(valkey.url) as made:
-            assert (await look(made, 3)).outcome == "miss"
-            await store_answers(made, range(30))
-            found = await look(made, 3, k=5)
-            assert found.outcome == "hit"
-            assert found.trees[0].tokens.tolist() == answer(3)
-            assert found.similarities[0] == pytest.approx(1.0, abs=1e-3)
-            assert found.similarities == sorted(found.similarities, reverse=True)
-            # The other prompts with the same last token are the most similar ones.
-            others = {int(tree.tokens[0]) - 30_000 for tree in found.trees[1:]}
-            assert others == {10, 17, 24, others.difference({10, 17, 24}).pop()}
-            assert made.counters()["lookup.hit"] == 1
-
-    asyncio.run(scenario())
-
-
-def test_answers_to_one_prompt_merge(valkey: EmbeddedValkey) -> None:
-    async def scenario() -> None:
-        async with patient_service(valkey.url) as made:
-            for output in ([7, 8, 9], [7, 8, 10], [7, 8, 9]):
-                await made.write_back(NS, prompt(0), output)
-            [tree] = (await look(made, 0)).trees
-            assert tree.tokens.tolist() == [7, 8, 9, 10]
-            assert tree.parents.tolist() == [-1, 0, 1, 1]
-            assert tree.counts.tolist() == [3, 3, 2, 1]
-
-    asyncio.run(scenario())
-
-
-def test_concurrent_write_backs_lose_no_count(valkey: EmbeddedValkey) -> None:
-    async def scenario() -> None:
-        async with patient_service(valkey.url) as made:
-            await asyncio.gather(*(made.write_back(NS, prompt(0), [7]) for _ in range(20)))
-            [tree] = (await look(made, 0)).trees
-            assert tree.counts.tolist() == [20]
-
-    asyncio.run(scenario())
-
-
-def test_two_services_share_one_store(valkey: EmbeddedValkey) -> None:
-    """The own tree is found even if another replica wrote it after this one had warmed up."""
-
-    async def scenario() -> None:
-        async with patient_service(valkey.url) as one, patient_service(valkey.url) as two:
-            assert await two.warm(NS)
-            await store_answers(one, [1])
-            assert (await look(two, 1)).outcome == "hit"
-
-    asyncio.run(scenario())
-
-
-def test_tenants_do_not_meet(valkey: EmbeddedValkey) -> None:
-    async def scenario() -> None:
-        async with patient_service(valkey.url) as made:
-            await store_answers(made, [1])
-            other = namespace("another tenant", "model", "tokenizer")
-            assert (await made.lookup(other, prompt(1), deadline_s=PATIENCE_S)).outcome == "miss"
-            # Even a blob copied under the other tenant's key is refused.
-            with admin(valkey) as client:
-                client.copy(tree_key(1), f"vs:{{{other}}}:tree:{tree_id(prompt(1))}")
-            assert (await made.lookup(other, prompt(1), deadline_s=PATIENCE_S)).outcome == "miss"
-            assert made.counters()["tree_rejected.foreign"] == 1
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize(
-    ("prompt_ids", "output_ids"),
-    [([], [1]), ([1], []), ([1], [VOCAB]), ([1], [-1]), ([1], [2**40])],
-)
-def test_senseless_answers_are_not_stored(valkey, prompt_ids, output_ids) -> None:
-    async def scenario() -> None:
-        async with patient_service(valkey.url) as made:
-            assert await made.write_back(NS, prompt_ids, output_ids) == "dropped"
-            with admin(valkey) as client:
-                assert client.keys("vs:*") == []
-
-    asyncio.run(scenario())
-
-
-def test_trees_survive_a_restart_of_everything(tmp_path: Path) -> None:
-    async def fill(url: str) -> None:
-        async with patient_service(url) as made:
-            await store_answers(made, range(20))
-
-    async def find(url: str) -> None:
-        async with patient_service(url) as made:
-            assert await made.warm(NS)
-            assert made.sizes() == {NS: 20}
-            assert len((await look(made, 5, k=8)).trees) == 8
-
-    for use in (fill, find):
-        with EmbeddedValkey(tmp_path) as valkey:
-            asyncio.run(use(valkey.url))
-
-
-def test_the_index_is_bounded(valkey: EmbeddedValkey) -> None:
-    async def scenario() -> None:
-        async with patient_service(valkey.url, max_trees=16) as made:
-            await store_answers(made, range(40))
-            assert made.sizes()[NS] <= 16
-            assert (await look(made, 39)).outcome == "hit"
-
-    asyncio.run(scenario())
 
 
 # -- the store fails
@@ -538,61 +362,3 @@ def test_abandoned_work_is_bounded() -> None:
         await made.aclose()
 
     asyncio.run(scenario())
-
-
-# -- the embedded server
-
-
-def test_one_server_per_folder(tmp_path: Path) -> None:
-    with (
-        EmbeddedValkey(tmp_path),
-        pytest.raises(EmbeddedValkeyError, match="in use by another"),
-    ):
-        EmbeddedValkey(tmp_path).start()
-
-
-def test_listens_on_no_network_address(valkey: EmbeddedValkey) -> None:
-    with admin(valkey) as client:
-        settings = client.config_get("*")
-    assert settings["port"] == "0"
-    assert settings["maxmemory-policy"] == "volatile-lfu"
-    socket = Path(valkey.url.removeprefix("unix://"))
-    assert socket.stat().st_mode & 0o077 == 0
-
-
-def test_a_temporary_folder_goes_with_its_server() -> None:
-    with EmbeddedValkey() as valkey:
-        folder = Path(valkey.url.removeprefix("unix://")).parent
-        assert folder.is_dir()
-    assert not folder.exists()
-    with pytest.raises(EmbeddedValkeyError, match="not running"):
-        _ = valkey.url
-
-
-def test_a_folder_too_deep_for_a_socket_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(EmbeddedValkeyError, match="too long for a unix socket"):
-        EmbeddedValkey(tmp_path / ("x" * 100)).start()
-
-
-def test_the_server_of_a_killed_process_is_replaced(tmp_path: Path) -> None:
-    """Its owner had no chance to stop it; two servers must not write to one folder."""
-    program = (
-        "import sys, time; from pathlib import Path\n"
-        "from retrieval.embedded import EmbeddedValkey\n"
-        "print(EmbeddedValkey(Path(sys.argv[1])).start().pid, flush=True); time.sleep(600)"
-    )
-    owner = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    assert owner.stdout is not None
-    orphan = int(owner.stdout.readline())
-    with Redis.from_url(f"unix://{tmp_path / 'valkey.sock'}") as client:
-        client.set("kept", "yes")
-        owner.kill()
-        owner.communicate()
-        assert client.info("server")["process_id"] == orphan  # it lives on
-        with EmbeddedValkey(tmp_path) as valkey, admin(valkey) as fresh:
-            assert valkey.pid != orphan
-            assert fresh.get("kept") == b"yes"
-            # The old connection leads to no second server: it is dead, or it is the new one's.
-            assert client.info("server")["process_id"] == valkey.pid
