@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     costs = {size: measure_cost(target, batch_size=size) for size in BATCH_SIZES}
 
     def answers(files: Sequence[Path]) -> list[Trajectory]:
-        prompts = [p for file in files for p in common.load_prompts(file, target, args.limit)]
-        return common.trajectories(target, prompts, args.max_tokens)
+        prompts = [common.load_prompts(file, target, args.limit) for file in files]
+        return [t for p in prompts for t in common.trajectories(target, p, args.max_tokens)]
 
     history, calibration = answers(args.history), answers(args.calibration)
     drafter = common.FrozenDrafter(shared_tokens=1 << 20)

@@ -26,7 +26,10 @@ from valuspec.evidence import NUM_CODES, signatures
 from valuspec.replay import Trajectory, filtered, labels, replay, steps, unfiltered
 from valuspec.thresholds import BatchBucket, ThresholdSet
 
-TAUS = (0.0, 0.01, 0.02, 0.04, 0.08)
+TAUS = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12)
+TAU_TOLERANCE = 0.001
+"""Of thresholds this close to the fastest the highest is taken: it spares useless rows and prunes
+retrieved trees before they travel."""
 MIN_LABELS = 200
 
 Counts = NDArray[np.int64]
@@ -109,7 +112,10 @@ def _best_tau(
 ) -> BatchBucket:
     options = [replace(thresholds.buckets[index], tau=tau) for tau in TAUS]
     speeds = [_replayed(thresholds, option, trajectories, drafter) for option in options]
-    return options[int(np.argmax(speeds))]
+    good = [
+        o for o, s in zip(options, speeds, strict=True) if s >= (1 - TAU_TOLERANCE) * max(speeds)
+    ]
+    return good[-1]
 
 
 def _replayed(

@@ -27,9 +27,12 @@ class Drafter:
 
     One token budget serves all namespaces; the oldest tokens go first, whoever wrote them. A
     session sees answers of its own namespace only. Not thread-safe: the engine's thread owns it.
+
+    shared_tokens:    budget of the store, 76 bytes each
+    retrieved_tokens: budget of one session's retrieved trees
     """
 
-    def __init__(self, *, shared_tokens: int = 1 << 16, retrieved_tokens: int = 1 << 13) -> None:
+    def __init__(self, *, shared_tokens: int = 1 << 18, retrieved_tokens: int = 1 << 14) -> None:
         self._shared = SuffixIndex(shared_tokens)
         self._retrieved_tokens = retrieved_tokens
         self._owners: dict[str, int] = {}
@@ -74,14 +77,15 @@ class DraftSession:
         self._tail = np.concatenate((self._tail, tokens[-MAX_MATCH:]))[-MAX_MATCH:]
 
     def add_retrieved(self, trees: Iterable[DraftTree]) -> None:
-        """Search these trees too; each hangs off the end of a prompt like this one.
+        """Search these trees too, the most similar first; each hangs off a prompt like this one.
 
         A tree becomes one document per leaf. A branch repeats up to MAX_MATCH tokens before its
         branching point, with weight 0, so that contexts match there and nothing counts twice.
         """
         if self._retrieved is None:
             self._retrieved = SuffixIndex(self._drafter._retrieved_tokens)
-        for tree in trees:
+        # Searches see the latest first and eviction takes the oldest: the most similar come last.
+        for tree in reversed(list(trees)):
             seen = np.zeros(len(tree), bool)
             for path in tree.leaf_paths():
                 nodes = np.asarray(path, np.int64)
