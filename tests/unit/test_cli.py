@@ -53,7 +53,7 @@ class Server(http.server.BaseHTTPRequestHandler):
     reply: tuple[int, str]
     received: dict
 
-    def do_POST(self) -> None:  # noqa: N802 - the library's name
+    def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         type(self).received = {"key": self.headers["authorization"], **body}
         status, text = self.reply

@@ -102,37 +102,44 @@ def test_a_hung_deployment_is_given_up(monkeypatch) -> None:
     assert (trees, report.outcome) == ([], "timeout")
 
 
-def test_writes_are_stored_in_order_dropped_when_too_many_and_counted() -> None:
-    telemetry = Telemetry()
+class WatchedTelemetry(Telemetry):
+    """Sets `all_ended` once three writes have an outcome."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all_ended = asyncio.Event()
+
+    def count(self, name: str, amount: float = 1, **tags: str) -> None:
+        super().count(name, amount, **tags)
+        outcomes = ("stored", "error")
+        ended = sum(self.totals().get(f"valuspec_write_back_{o}", 0) for o in outcomes)
+        if ended == 3:
+            self.all_ended.set()
+
+
+def test_writes_are_stored_in_order_dropped_when_too_many_and_counted(monkeypatch) -> None:
+    monkeypatch.setattr(drafts, "MAX_PENDING_WRITES", 3)
     written: list[int] = []
 
-    async def run() -> None:
-        gate, last = asyncio.Event(), asyncio.Event()
+    async def write(method, namespace, prompt_ids, output_ids):
+        assert (method, namespace, prompt_ids) == ("write_back", "ns", (1,))
+        written.append(output_ids[0])
+        if output_ids[0] == 1:
+            raise RuntimeError("store is gone")
+        return "stored"
 
-        async def write(method, namespace, prompt_ids, output_ids):
-            assert (method, namespace) == ("write_back", "ns")
-            await gate.wait()
-            written.append(output_ids[0])
-            if len(written) == 3:
-                last.set()
-            if output_ids[0] == 1:
-                raise RuntimeError("store is gone")
-            return "stored"
-
+    async def run() -> WatchedTelemetry:
+        telemetry = WatchedTelemetry()
         writes = store(telemetry, write)
-        writes._pending = asyncio.Queue(3)
-        for number in range(5):
+        for number in range(5):  # the writer has had no turn yet
             writes.write_back("ns", (1,), (number,))
-        gate.set()
-        await asyncio.wait_for(last.wait(), 10)
-        while writes._writer is not None and not writes._pending.empty():
-            await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        writes._writer.cancel()
+        await asyncio.wait_for(telemetry.all_ended.wait(), 10)
+        return telemetry
 
-    asyncio.run(run())
+    totals = asyncio.run(run()).totals()
     assert written == [0, 1, 2]
-    totals = telemetry.totals()
-    assert totals["valuspec_write_back_dropped"] == 2
-    assert totals["valuspec_write_back_error"] == 1
-    assert totals["valuspec_write_back_stored"] >= 1
+    assert totals == {
+        "valuspec_write_back_dropped": 2,
+        "valuspec_write_back_error": 1,
+        "valuspec_write_back_stored": 2,
+    }
