@@ -8,6 +8,7 @@ have signatures of their own.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntFlag
 from typing import NamedTuple
 
@@ -90,7 +91,8 @@ class Evidence(NamedTuple):
         )
 
 
-class CandidateTree(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CandidateTree:
     """What the draft sources supply for one step, before valuation."""
 
     tree: DraftTree

@@ -84,7 +84,7 @@ def test_nodes_carry_the_evidence_of_a_naive_trie(
     rows: list[Continuation], max_nodes: int, max_depth: int
 ) -> None:
     candidate = build(rows, max_nodes, max_depth)
-    tree, evidence = candidate
+    tree, evidence = candidate.tree, candidate.evidence
     tree.validate(vocab_size=4, max_nodes=max_nodes, max_depth=max_depth)
     siblings = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
     assert len(set(siblings)) == len(siblings)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from valuspec.drafting.candidates import CandidateBuilder
-from valuspec.drafting.suffix import MAX_MATCH, Continuations, SuffixIndex
+from valuspec.drafting.suffix import GRAMS, MAX_HITS, MAX_MATCH, Continuations, SuffixIndex
 from valuspec.evidence import CandidateTree, Source
 from valuspec.tree import DraftTree
 
 MAX_DEPTH = 15
 """Deepest draft. The engine's exact attention reads 16 tokens along a path, the root included."""
-MAX_ROWS = 256
+MAX_ROWS = len(Source) * len(GRAMS) * MAX_HITS
 PROMPT_TAIL = 4
 """Prompt tokens before a retrieved answer: about a chat template's opening of the answer."""
 
@@ -86,16 +86,10 @@ class DraftSession:
             self._retrieved = SuffixIndex(self._drafter._retrieved_tokens)
         # Searches see the latest first and eviction takes the oldest: the most similar come last.
         for tree in reversed(list(trees)):
-            seen = np.zeros(len(tree), bool)
-            for path in tree.leaf_paths():
-                nodes = np.asarray(path, np.int64)
-                first_new = int(np.argmin(seen[nodes]))
-                start = max(0, first_new - MAX_MATCH)
-                weights = np.where(seen[nodes], 0, tree.counts[nodes]).astype(np.int32)
-                seen[nodes] = True
-                if start == 0:
+            for nodes, weights in _documents(tree):
+                if tree.parents[nodes[0]] < 0:
                     self._retrieved.append(self._opening, 0)
-                self._retrieved.append(tree.tokens[nodes[start:]], weights[start:])
+                self._retrieved.append(tree.tokens[nodes], weights)
                 self._retrieved.end_document()
 
     def propose(self, max_nodes: int = 64, max_depth: int = MAX_DEPTH) -> CandidateTree:
@@ -106,3 +100,26 @@ class DraftSession:
             rows = self._retrieved.search(self._tail, found, rows, Source.RETRIEVED.value)
         rows = drafter._shared.search(self._tail, found, rows, Source.SHARED.value, self._owner)
         return drafter._builder.build(found, rows, max_nodes, min(max_depth, MAX_DEPTH))
+
+
+def _documents(tree: DraftTree) -> Iterator[tuple[IntArray, IntArray]]:
+    """(node indices in order, weights) of each leaf's document; takes O(nodes + leaves)."""
+    parents = tree.parents.tolist()
+    inner = set(parents)
+    seen = bytearray(len(parents))
+    for leaf in range(len(parents)):
+        if leaf in inner:
+            continue
+        nodes, node = [], leaf
+        while node >= 0 and not seen[node]:
+            seen[node] = True
+            nodes.append(node)
+            node = parents[node]
+        fresh = len(nodes)
+        while node >= 0 and len(nodes) < fresh + MAX_MATCH:
+            nodes.append(node)
+            node = parents[node]
+        order = np.array(nodes[::-1], np.int32)
+        weights = tree.counts[order]
+        weights[: len(nodes) - fresh] = 0
+        yield order, weights
