@@ -41,7 +41,8 @@ class TwoZoneAttention:
     ) -> torch.Tensor:
         """Store the rows' keys and values, and return the attention output.
 
-        query: [padded rows, heads, head size], already scaled; key, value: [.., kv heads, head size]
+        query: [padded rows, heads, head size], already scaled
+        key, value: [padded rows, kv heads, head size]
         window: sliding window of this layer; softcap: cap scores by `c * tanh(score / c)`
         Returns [padded rows, heads * head size].
         """

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from valuspec.drafting.drafter import Drafter, DraftSession
 from valuspec.engine.rows import SequenceRows
-from valuspec.engine.sampling import greedy_tokens, sample_token
+from valuspec.engine.sampling import greedy_token, sample_token
 from valuspec.engine.scheduler import PREFILL_CHUNK, Running, schedule
 from valuspec.engine.sequence import Sequence
 from valuspec.engine.target import Target
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 #: Largest candidate tree of one sequence.
 MAX_TREE_NODES = 64
-#: Chooses the nodes to verify: (candidate, thresholds, batch size, most nodes) -> ascending indices.
+#: Chooses nodes to verify: (candidate, thresholds, batch size, most nodes) -> ascending indices.
 Filter = Callable[[CandidateTree, ThresholdSet, int, int], NDArray[np.int32]]
 
 
@@ -72,7 +72,7 @@ class Engine:
         # In envelope mode all rows of a forward must fit the one width.
         self._row_limit = target.min_width if target.exact_mode == "envelope" else None
 
-    # ---- requests -------------------------------------------------------------------------------
+    # ---- requests
 
     def validate(self, request: GenerationRequest) -> None:
         """Raise RequestError if the request can never be served."""
@@ -101,7 +101,7 @@ class Engine:
         self._waiting.append(Sequence(request, self.target.tokenizer))
 
     def attach_retrieved(self, request_id: str, trees: Iterable[DraftTree]) -> None:
-        """Add retrieved draft trees to a request; ignored when it has ended or does not speculate."""
+        """Add retrieved draft trees to a request; ignored when it has ended."""
         sequence = self._find(request_id)
         if sequence is None:
             return
@@ -136,7 +136,7 @@ class Engine:
         everyone = itertools.chain(self._running, self._waiting)
         return next((s for s in everyone if s.request.request_id == request_id), None)
 
-    # ---- the step -------------------------------------------------------------------------------
+    # ---- the step
 
     def step(self) -> list[StepOutput]:
         """Run one step and return what each request gained by it."""
@@ -177,8 +177,7 @@ class Engine:
         sequence.stats.prefill_s += time.perf_counter() - started
         if last < len(prompt):
             return []
-        token = greedy_tokens(logits)[0] if sequence.greedy else self._draw(sequence, logits[0], 0)
-        return [sequence.emit((token,))]
+        return [sequence.emit((self._choose(sequence, logits[0], 0),))]
 
     def _decode(self, sequences: list[Sequence]) -> list[StepOutput]:
         started = time.perf_counter()
@@ -186,11 +185,10 @@ class Engine:
         forward_started = time.perf_counter()
         logits = self.target.forward(_neighbours(rows), self._cache)
         forward_s = time.perf_counter() - forward_started
-        greedy = greedy_tokens(logits) if any(s.greedy for s in sequences) else []
         offset = 0
         verdicts = []
         for sequence, tree in zip(sequences, rows, strict=True):
-            verdicts.append(self._verify(sequence, tree, logits, greedy, offset))
+            verdicts.append(self._verify(sequence, tree, logits[offset : offset + len(tree)]))
             offset += len(tree)
         self._commit(sequences, rows, verdicts)
         outputs = []
@@ -227,7 +225,9 @@ class Engine:
             candidate = session.propose(max_nodes=MAX_TREE_NODES, max_depth=depth)
             drafted = time.perf_counter()
             kept = self.node_filter(candidate, sequence.thresholds, batch_size, most)
-            tree = candidate.tree.select(kept)
+            tree = candidate.tree.select(kept).validate(
+                vocab_size=self.target.vocab_size, max_nodes=most, max_depth=depth
+            )
         except Exception:  # drafting may only cost speed; the request goes on without a tree
             logger.exception("drafting failed for request %s", sequence.request.request_id)
             self.counters["draft_errors"] += 1
@@ -239,23 +239,14 @@ class Engine:
         stats.num_draft_tokens += len(tree)
         return tree
 
-    def _verify(
-        self,
-        sequence: Sequence,
-        rows: SequenceRows,
-        logits: torch.Tensor,
-        greedy: list[int],
-        offset: int,
-    ) -> Verdict:
-        if sequence.greedy:
-            return verify(rows, lambda row: greedy[offset + row])
-        draws = itertools.count()
-        return verify(
-            rows, lambda row: self._draw(sequence, logits[offset + row], next(draws))
-        )
+    def _verify(self, sequence: Sequence, rows: SequenceRows, logits: torch.Tensor) -> Verdict:
+        ahead = itertools.count()
+        return verify(rows, lambda row: self._choose(sequence, logits[row], next(ahead)))
 
-    def _draw(self, sequence: Sequence, logits: torch.Tensor, ahead: int) -> int:
-        """Draw the output token `ahead` places after the last one."""
+    def _choose(self, sequence: Sequence, logits: torch.Tensor, ahead: int) -> int:
+        """The target's token `ahead` places after the last output token."""
+        if sequence.greedy:
+            return greedy_token(logits)
         position = len(sequence.request.prompt_ids) + len(sequence.output_ids) + ahead
         return sample_token(logits, sequence.request.params, position)
 

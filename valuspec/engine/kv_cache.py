@@ -26,7 +26,7 @@ Int64Array = NDArray[np.int64]
 
 
 class KvCache:
-    """Slots [0, capacity) for each of `num_sequences` sequences; slot == position once committed."""
+    """Slots for `num_sequences` sequences; slot == position once committed."""
 
     def __init__(
         self,
@@ -82,11 +82,11 @@ class KvCache:
 
     def value_block(self, layer: int, block: int, first: int, count: int) -> torch.Tensor:
         """Values [count * kv heads, BLOCK, head size + ONES] of one block."""
-        return self.values[layer, block, first : first + count].view(-1, BLOCK, self.head_size + ONES)
+        return self.values[layer, block, first : first + count].view(
+            -1, BLOCK, self.head_size + ONES
+        )
 
-    def value_row_of(
-        self, sequence: Int64Array, head: Int64Array, slot: Int64Array
-    ) -> Int64Array:
+    def value_row_of(self, sequence: Int64Array, head: Int64Array, slot: Int64Array) -> Int64Array:
         """Row of a layer's value store [-1, head size + ONES]; arguments broadcast."""
         block, within = slot // BLOCK, slot % BLOCK
         head_row = (block * self.num_sequences + sequence) * self.num_kv_heads + head

@@ -18,9 +18,9 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
         self._packed = _can_pack(weight)
+        self.weight = weight.detach()
         if self._packed:
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-        self.weight = nn.Parameter(weight, requires_grad=False) if not self._packed else weight
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight)
         self.bias = bias.detach() if bias is not None else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -36,6 +36,5 @@ def _can_pack(weight: torch.Tensor) -> bool:
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16
-        and torch.backends.mkldnn.is_available()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )

@@ -6,18 +6,20 @@ import time
 
 import numpy as np
 
-from valuspec.cost import CostStaircase
+from valuspec.cost import ROWS, CostStaircase
 from valuspec.engine.rows import SequenceRows
 from valuspec.engine.target import Target
 
 CONTEXT = 256
 """Committed tokens before the measured rows: about a prompt and half an answer."""
 CHILDREN = 4
-"""Measured trees branch this often, up to a full tree; attention treats all shapes alike."""
+"""Branching of the measured trees; attention treats all shapes alike."""
+MAX_ROWS = 128
+"""Most rows of one measured forward: beyond, no node pays, and the cost grows in proportion."""
 
 
-def measure_cost(target: Target, *, batch_size: int = 1, repeats: int = 7) -> CostStaircase:
-    """Time forwards of `batch_size` sequences with 1 to 64 rows each; takes seconds."""
+def measure_cost(target: Target, *, batch_size: int = 1, repeats: int = 5) -> CostStaircase:
+    """Time forwards of `batch_size` sequences with 1 to 64 rows each, MAX_ROWS at most in all."""
     cache = target.new_cache(batch_size)
     cache.reserve(CONTEXT + 128)
     tokens = np.arange(CONTEXT, dtype=np.int64) % target.vocab_size
@@ -34,4 +36,5 @@ def measure_cost(target: Target, *, batch_size: int = 1, repeats: int = 7) -> Co
         target.forward([members], cache)
         return time.perf_counter() - started
 
-    return CostStaircase.measure(forward, repeats=repeats)
+    rows = [n for n in ROWS if n <= 2 or n * batch_size <= MAX_ROWS]
+    return CostStaircase.measure(forward, rows, repeats=repeats)

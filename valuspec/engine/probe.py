@@ -59,10 +59,10 @@ def probe(target: Target, *, num_trees: int = 12, seed: int = 0) -> ProbeResult:
         cache.reserve(start + NEAR + ENVELOPE)
         for place in (0, 1):
             prefill(target, cache, place, tokens[:start])
-        reference = [
-            target.forward([[SequenceRows.chain(0, start + i, tokens[start + i : start + i + 1])]], cache)[0]
-            for i in range(NEAR)
-        ]
+        reference = []
+        for position in range(start, start + NEAR):
+            alone = SequenceRows.chain(0, position, tokens[position : position + 1])
+            reference.append(target.forward([[alone]], cache)[0])
         for trial in range(num_trees // len(starts)):
             trees = [random_tree(rng, start, tokens[start:], target.vocab_size, p) for p in (0, 1)]
             members = [rows for rows, _ in trees][: 1 + trial % 2]

@@ -37,8 +37,8 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.thresholds: ThresholdSet
         self._stop_ids = frozenset(params.stop_token_ids)
-        self._text = None if tokenizer is None else TextStream(
-            tokenizer, request.prompt_ids, params.stop
+        self._text = (
+            None if tokenizer is None else TextStream(tokenizer, request.prompt_ids, params.stop)
         )
         self._added_at = time.perf_counter()
 

@@ -112,7 +112,7 @@ class Target:
             encoded = self.tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
             )
-        except Exception as error:  # noqa: BLE001 - a template may raise anything
+        except Exception as error:  # a template may raise anything
             raise RequestError(
                 f"the chat template refused the messages: {error}", param="messages"
             ) from error

@@ -18,9 +18,7 @@ class TextStream:
     the middle of an accepted run ends the output at the same token as plain decoding.
     """
 
-    def __init__(
-        self, tokenizer: Any, prompt_ids: Sequence[int], stop: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)

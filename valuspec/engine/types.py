@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out. No torch here: servers and tests import it alone."""
+"""What goes into the engine and what comes out. No torch here: servers import it alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_STOP_CHARS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to generate. `temperature == 0` is greedy; otherwise draws are keyed by (seed, position)."""
+    """How to generate: greedy at temperature 0, else draws keyed by (seed, position)."""
 
     max_tokens: int = 16
     temperature: float = 0.0

@@ -35,7 +35,9 @@ def verify(rows: SequenceRows, choose: Callable[[int], int]) -> Verdict:
             zip(rows.parents.tolist(), rows.token_ids.tolist(), strict=True)
         )
     }
-    row, accepted, tokens = 0, [], []
+    row = 0
+    accepted: list[int] = []
+    tokens: list[int] = []
     while True:
         token = choose(row)
         tokens.append(token)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -36,7 +37,7 @@ def load_model(model: str, dtype: torch.dtype) -> tuple[Any, Any]:
             raise ModelError(f"no GGUF file at {path}")
         return _load_gguf(path, dtype)
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, use_safetensors=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, use_safetensors=True)
         return loaded.eval(), AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise ModelError(
@@ -69,7 +70,8 @@ def _load_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     if not (folder / "model.safetensors").is_file():
         _convert_gguf(path, dtype, folder)
     config = AutoConfig.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(config, dtype=dtype)
     missing, unexpected = model.load_state_dict(
         load_file(folder / "model.safetensors"), strict=False, assign=True
     )
@@ -81,8 +83,12 @@ def _load_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 
 def _convert_gguf(path: Path, dtype: torch.dtype, folder: Path) -> None:
     """Write the dequantised model to `folder`, which appears complete or not at all."""
-    source = {"gguf_file": path.name}
-    model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=dtype, **source)
+    source: dict[str, Any] = {"gguf_file": path.name}
+    # Newer transformers would keep quantised blocks unless told otherwise; older ones never do.
+    unpack: dict[str, Any] = {}
+    if hasattr(transformers, "GgufConfig"):
+        unpack["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=dtype, **source, **unpack)
     tokenizer = AutoTokenizer.from_pretrained(path.parent, **source)
     config = model.config.to_dict()
     config.pop("quantization_config", None)
