@@ -50,6 +50,8 @@ from valuspec.thresholds import ThresholdSet
 from valuspec.tree import DraftTree
 
 MAX_BATCH_SIZE = 8
+ROUND = " again "
+"""Separates a prompt's id from the number of times it was asked before."""
 
 
 @dataclass(slots=True)
@@ -161,22 +163,31 @@ class IdentityCheck:
         return tally
 
     def mixed(self) -> Tally:
-        """Requests join whenever fewer than a changing number of them run."""
+        """Requests join whenever fewer than a changing number of them run.
+
+        Few prompts are asked several times, so that batches can fill.
+        """
         tally = Tally()
         rng = np.random.default_rng(self.seed)
         scripted = self._scripted(hidden_truth, random_trees, wrong_trees)
         drafter = EitherDrafter((scripted, self._stocked()), self.seed)
         recorder = self._recorder(drafter, MAX_BATCH_SIZE, keep_all)
-        waiting = [self.prompts[i] for i in rng.permutation(len(self.prompts))]
+        rounds = -(-2 * MAX_BATCH_SIZE // len(self.prompts))
+        waiting = [
+            replace(prompt, request_id=f"{prompt.request_id}{ROUND}{i}")
+            for i in range(rounds)
+            for prompt in self.prompts
+        ]
+        rng.shuffle(waiting)  # type: ignore[arg-type]
         engine, wanted = recorder.engine, MAX_BATCH_SIZE
-        with self._progress("mixed") as bar:
+        with tqdm(total=len(waiting), **self._bar("mixed")) as bar:
             while waiting or engine.has_work:
                 while waiting and engine.num_running + engine.num_waiting < wanted:
                     plain = rng.random() < 0.2
                     recorder.add(self._request(waiting.pop(), speculative=not plain))
                 num_finished = self._step(tally, recorder)
                 bar.update(num_finished)
-                if num_finished:
+                if num_finished or rng.random() < 0.1:
                     wanted = int(rng.integers(1, MAX_BATCH_SIZE + 1))
         return tally
 
@@ -202,7 +213,8 @@ class IdentityCheck:
                 tally.draft_tokens += step.stats.num_draft_tokens
                 tally.accepted_tokens += step.stats.num_accepted_tokens
                 output = recorder.outputs[step.request_id]
-                tally.compare(step.request_id, self.plain[step.request_id], output)
+                plain = self.plain[step.request_id.split(ROUND)[0]]
+                tally.compare(step.request_id, plain, output)
         return ended
 
     def _request(self, prompt: common.Prompt, *, speculative: bool) -> GenerationRequest:
@@ -238,7 +250,10 @@ class IdentityCheck:
         return ScriptedDrafter(adversaries, self.target.vocab_size, futures, self.seed)
 
     def _progress(self, name: str) -> Any:
-        return tqdm(self.prompts, desc=name, unit="request", file=sys.stderr, mininterval=5)
+        return tqdm(self.prompts, **self._bar(name))
+
+    def _bar(self, name: str) -> dict[str, Any]:
+        return {"desc": name, "unit": "request", "file": sys.stderr, "mininterval": 5}
 
 
 def read_prompts(path: Path, target: Target, limit: int | None) -> list[common.Prompt]:

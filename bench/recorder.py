@@ -96,7 +96,7 @@ class Recorder:
     ) -> None:
         output = self.outputs[step.request_id]
         context = [*self._prompts[step.request_id], *output.token_ids]
-        for index, (rows, logits, forward) in enumerate(unclaimed):
+        for index, (rows, _, forward) in enumerate(unclaimed):
             if output.token_ids:
                 found = rows.start == len(context) - 1 and rows.token_ids[0] == context[-1]
             else:
@@ -105,7 +105,8 @@ class Recorder:
                 break
         else:
             raise RuntimeError(f"no rows of the last step belong to request {step.request_id}")
-        del unclaimed[index]
+        # Requests report in the order of their rows, so the first match is the right one.
+        rows, logits, forward = unclaimed.pop(index)
         parents, tokens = rows.parents.tolist(), rows.token_ids.tolist()
         reached = [0 if forward.every_row else len(rows) - 1]
         for token in step.token_ids:

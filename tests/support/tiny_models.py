@@ -116,8 +116,8 @@ def byte_tokenizer() -> Any:
     backend.decoder = decoders.ByteLevel()
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        bos_token="<s>",  # noqa: S106
-        eos_token="</s>",  # noqa: S106
+        bos_token="<s>",
+        eos_token="</s>",
         clean_up_tokenization_spaces=False,
     )
 

@@ -10,6 +10,7 @@ from tests.support import engines
 from tests.support.tiny_models import EOS, FAMILIES, LEAN, tiny_model, wrap
 from valuspec.engine.decoder import LeanDecoder, TransformersDecoder
 from valuspec.engine.kv_cache import BLOCK
+from valuspec.engine.probe import probe
 from valuspec.engine.rows import SequenceRows
 from valuspec.errors import ModelError
 
@@ -86,6 +87,6 @@ def test_sliding_window_matters() -> None:
 
 def test_architecture_without_attention_interface_is_refused() -> None:
     """BLOOM adds position biases inside its own attention code."""
+    target = wrap(tiny_model("bloom"))
     with pytest.raises(ModelError, match="bloom"):
-        target = wrap(tiny_model("bloom"))
-        engines.plain(target, engines.request("a", (1, 2, 3), max_tokens=2))
+        probe(target)  # the first thing that loading does

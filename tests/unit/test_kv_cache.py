@@ -109,9 +109,7 @@ def test_move_reads_everything_before_it_writes(data: st.DataObject) -> None:
     for sequence in range(SEQUENCES):
         write(cache, naive, [sequence] * 13, list(range(BLOCK - 6, BLOCK + 7)), seed=sequence)
     targets = data.draw(st.lists(pairs, min_size=1, max_size=12, unique=True))
-    sources = [
-        (sequence, data.draw(st.integers(BLOCK - 6, BLOCK + 6))) for sequence, _ in targets
-    ]
+    sources = [(sequence, data.draw(st.integers(BLOCK - 6, BLOCK + 6))) for sequence, _ in targets]
     owners = np.array([sequence for sequence, _ in targets])
     read = np.array([slot for _, slot in sources])
     written = np.array([slot for _, slot in targets])

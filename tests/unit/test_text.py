@@ -103,7 +103,8 @@ def test_stream_is_the_decoded_text_up_to_the_first_stop_string(
     so_far = [TOKENIZER.decode(tokens[:n]) for n in range(1, len(tokens) + 1)]
     first = next(n for n, part in enumerate(so_far, 1) if any(stop in part for stop in stops))
     assert pushed == first
-    assert shown == text[: min(at for s in stops if (at := so_far[first - 1].find(s)) >= 0)]
+    complete = so_far[first - 1]
+    assert shown == text[: min(complete.find(stop) for stop in stops if stop in complete)]
     assert not any(stop in shown for stop in stops)
 
 
