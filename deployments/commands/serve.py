@@ -79,7 +79,6 @@ def run(options: argparse.Namespace) -> int:
             "(VALUSPEC_API_KEYS).",
             file=sys.stderr,
         )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return _serve(args, options.host, options.port)
     except KeyboardInterrupt:
@@ -102,6 +101,9 @@ def _serve(args: AppArgs, host: str, port: int) -> int:
 
     try:
         ray.init(address="local", include_dashboard=False, log_to_driver=False)
+        # After ray.init, which installs handlers of its own. Both signals end like Ctrl-C.
+        for kind in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(kind, signal.default_int_handler)
         print(f"==> loading {args.model_name} (up to a minute; longer the first time)", flush=True)
         serve.start(http_options={"host": host, "port": port})
         try:
