@@ -178,7 +178,7 @@ class IdentityCheck:
             for i in range(rounds)
             for prompt in self.prompts
         ]
-        rng.shuffle(waiting)  # type: ignore[arg-type]
+        rng.shuffle(waiting)
         engine, wanted = recorder.engine, MAX_BATCH_SIZE
         with tqdm(total=len(waiting), **self._bar("mixed")) as bar:
             while waiting or engine.has_work:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,20 +20,28 @@ from valuspec.engine.types import GenerationRequest, StepOutput
 from valuspec.tree import DraftTree
 
 
-class Forward(NamedTuple):
-    """Rows of one target forward, and the logits that were asked for."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Verified:
+    """One sequence's part of a forward: its rows, and the logits of all or of the last one."""
 
-    rows: list[SequenceRows]
+    rows: SequenceRows
     logits: torch.Tensor
     every_row: bool
 
+    def continues(self, context: Sequence[int], output: Sequence[int]) -> bool:
+        """Whether these rows may be those of a request with this context."""
+        rows = self.rows
+        if not output:  # the end of the prompt
+            return rows.start + len(rows) == len(context) and not self.every_row
+        return rows.start == len(context) - 1 and int(rows.token_ids[0]) == context[-1]
+
 
 class RecordingTarget:
-    """A target that remembers the forwards of the current step; otherwise the one it wraps."""
+    """A target that remembers what the current step computed; otherwise the one it wraps."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self.forwards: list[Forward] = []
+        self.verified: list[Verified] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
@@ -44,8 +53,12 @@ class RecordingTarget:
         logit_rows: NDArray[np.int64] | None = None,
     ) -> torch.Tensor:
         logits = self._target.forward(groups, cache, logit_rows)
-        rows = [member for group in groups for member in group]
-        self.forwards.append(Forward(rows, logits, logit_rows is None))
+        offset = 0
+        for rows in itertools.chain.from_iterable(groups):
+            wanted = len(rows) if logit_rows is None else 1
+            part = logits[offset : offset + wanted]
+            self.verified.append(Verified(rows, part, logit_rows is None))
+            offset += wanted
         return logits
 
 
@@ -78,41 +91,28 @@ class Recorder:
         self._prompts[request.request_id] = request.prompt_ids
 
     def step(self) -> list[StepOutput]:
-        self.target.forwards.clear()
+        self.target.verified.clear()
         steps = self.engine.step()
-        unclaimed = []
-        for forward in self.target.forwards:
-            offset = 0
-            for rows in forward.rows:
-                wanted = len(rows) if forward.every_row else 1
-                unclaimed.append((rows, forward.logits[offset : offset + wanted], forward))
-                offset += wanted
+        unclaimed = list(self.target.verified)
         for step in steps:
             self._record(step, unclaimed)
         return steps
 
-    def _record(
-        self, step: StepOutput, unclaimed: list[tuple[SequenceRows, torch.Tensor, Forward]]
-    ) -> None:
+    def _record(self, step: StepOutput, unclaimed: list[Verified]) -> None:
         output = self.outputs[step.request_id]
         context = [*self._prompts[step.request_id], *output.token_ids]
-        for index, (rows, _, forward) in enumerate(unclaimed):
-            if output.token_ids:
-                found = rows.start == len(context) - 1 and rows.token_ids[0] == context[-1]
-            else:
-                found = rows.start + len(rows) == len(context) and not forward.every_row
-            if found:
-                break
-        else:
-            raise RuntimeError(f"no rows of the last step belong to request {step.request_id}")
         # Requests report in the order of their rows, so the first match is the right one.
-        rows, logits, forward = unclaimed.pop(index)
+        verified = next((v for v in unclaimed if v.continues(context, output.token_ids)), None)
+        if verified is None:
+            raise RuntimeError(f"no rows of the last step belong to request {step.request_id}")
+        unclaimed.remove(verified)
+        rows, logits = verified.rows, verified.logits
         parents, tokens = rows.parents.tolist(), rows.token_ids.tolist()
-        reached = [0 if forward.every_row else len(rows) - 1]
+        reached = [0 if verified.every_row else len(rows) - 1]
         for token in step.token_ids:
             if not reached:
                 raise RuntimeError(f"request {step.request_id}: a token no verified row leads to")
-            row = reached[-1] if forward.every_row else 0
+            row = reached[-1] if verified.every_row else 0
             output.digests.append(_digest(logits[row]))
             # Several, where a tree holds the same token twice under one parent.
             reached = [r for r, p in enumerate(parents) if p in reached and tokens[r] == token]
