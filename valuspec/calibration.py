@@ -5,6 +5,9 @@
 3. Per batch bucket, find the price of a second and the threshold tau that give the most tokens
    per second in exact replay.
 
+Labels come from whole candidate trees, kept or not, so edges that the thresholds would never let
+through are counted all the same.
+
 The trajectories must not be in the draft sources they are replayed with: an answer that meets
 itself in the store would call every match perfect.
 """
@@ -100,8 +103,7 @@ def _price(
 ) -> BatchBucket:
     """Fixed point of the price of a second: nodes pay at the rate that keeping them brings."""
     bucket = thresholds.buckets[index]
-    tally = _replayed(thresholds, bucket, trajectories, drafter)
-    return replace(bucket, stream_tok_s=tally)
+    return replace(bucket, stream_tok_s=_replayed(thresholds, bucket, trajectories, drafter))
 
 
 def _best_tau(
@@ -125,7 +127,7 @@ def _replayed(
     drafter: Drafter,
 ) -> float:
     trial = replace(thresholds, buckets=(bucket,))
-    return replay(trajectories, drafter, filtered(trial), bucket.cost).tok_s
+    return float(replay(trajectories, drafter, filtered(trial), bucket.cost).tok_s)
 
 
 @dataclass(frozen=True, slots=True)
