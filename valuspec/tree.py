@@ -129,7 +129,6 @@ class DraftTree:
             raise InvalidTreeError("a parent does not precede its child (or is below -1)")
         if self.counts.min() < 1:
             raise InvalidTreeError(f"count {self.counts.min()}, at least 1 expected")
-        depth = int(self.depths().max())
-        if depth > max_depth:
+        if n > max_depth and (depth := int(self.depths().max())) > max_depth:
             raise InvalidTreeError(f"depth {depth}, at most {max_depth} allowed")
         return self
