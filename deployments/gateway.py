@@ -206,6 +206,12 @@ async def _deltas(
         return
     except ReplicaLostError:
         raise ApiError(503, "The replica was lost; try again.", retry_after_s=1) from None
+    except ApiError:
+        raise
+    except Exception as error:
+        # A stream that has begun can no longer become a 500; it must still end as an error.
+        logger.exception("an answer failed in the middle")
+        raise ApiError(500, "Generation failed in the middle of the answer.") from error
     finally:
         if pending is not None and not pending.done():
             pending.cancel()

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 #: A step that takes longer means a hung engine; the prefill of a long prompt on a CPU does not.
 STALLED_AFTER_S = 120.0
+#: A text of more characters per token of context than this is tokenised in part first.
+_CHARS_TO_TRY = 8
 
 
 class Target(Protocol):
@@ -64,6 +67,8 @@ class Engine(SteppableEngine, Protocol):
     """What a replica needs of `valuspec.engine.engine.Engine`."""
 
     thresholds: ThresholdSet
+
+    counters: Counter[str]
 
     @property
     def num_running(self) -> int: ...
@@ -210,7 +215,7 @@ class TargetReplica:
             prompts = [self._target.render_chat(list(call.messages))]
         else:
             prompts = [
-                self._target.encode(prompt) if isinstance(prompt, str) else list(prompt)
+                self._encode(prompt) if isinstance(prompt, str) else list(prompt)
                 for prompt in call.prompts
             ]
         space = namespace(
@@ -232,6 +237,20 @@ class TargetReplica:
                 self._engine.validate(request)
                 choices.append(_Choice(len(choices), request, retrieval))
         return choices
+
+    def _encode(self, prompt: str) -> list[int]:
+        """Token ids; raises RequestError for a text far too long without tokenising all of it."""
+        limit = self._target.max_model_len
+        if len(prompt) > limit * _CHARS_TO_TRY:
+            num_tokens = len(self._target.encode(prompt[: limit * _CHARS_TO_TRY]))
+            if num_tokens > limit + 1:  # one token may end differently where the text was cut
+                raise RequestError(
+                    f"This model's maximum context length is {limit} tokens, but the prompt has "
+                    f"more than {num_tokens - 1}. Shorten the prompt.",
+                    param="prompt",
+                    code="context_length_exceeded",
+                )
+        return self._target.encode(prompt)
 
     def _start_lookups(self, choices: list[_Choice]) -> list[asyncio.Task[None]]:
         """One lookup per prompt, beside prefill."""
@@ -322,7 +341,7 @@ class TargetReplica:
             "num_requests_running": self._engine.num_running,
             "num_requests_waiting": self._engine.num_waiting,
             "num_requests_unfinished": self._num_unfinished,
-            "totals": self._telemetry.totals(),
+            "totals": self._telemetry.totals() | dict(self._engine.counters),
         }
 
     def __del__(self) -> None:

@@ -138,12 +138,24 @@ def test_errors_before_the_first_token_are_http_errors(client, stream) -> None:
 def test_error_shape_of_the_framework_itself(client) -> None:
     check_error(client.get("/v1/nothing"), 404, code="not_found")
     check_error(client.get("/v1/completions"), 405, code="method_not_allowed")
-    for content in (b"{", b"", b"[" * 3000, b'"text"', b"\xff\xfe"):
+    lone_surrogate = rb'{"messages": [{"role": "user", "content": "\ud800"}], "prompt": "\ud800"}'
+    for content in (b"{", b"", b"[" * 3000, b'"text"', b"\xff\xfe", lone_surrogate):
         response = client.post(
             "/v1/completions", content=content, headers={"content-type": "application/json"}
         )
         assert response.status_code == 400, content
         assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_text_far_too_long_is_not_tokenised_whole(client, port) -> None:
+    lengths = []
+    encode = port.engine.target.encode
+    port.engine.target.encode = lambda text: lengths.append(len(text)) or encode(text)
+    error = check_error(
+        complete(client, "x" * 4000), 400, code="context_length_exceeded", param="prompt"
+    )
+    assert "128" in error["message"]
+    assert max(lengths) < 4000
 
 
 def test_large_bodies_are_refused(client) -> None:
@@ -169,6 +181,22 @@ def test_an_unexpected_failure_shows_nothing_of_it(port) -> None:
         error = check_error(client.get("/v1/models", headers={"x-request-id": "q1"}), 500)
     assert "secret" not in error["message"]
     assert "q1" in error["message"]
+
+
+def test_an_unexpected_failure_in_mid_stream_is_an_error_event(client, port) -> None:
+    generate = port.replica.generate
+
+    async def breaks(call):
+        replies = generate(call)
+        yield await anext(replies)
+        await replies.aclose()
+        raise ValueError("secret /path")
+
+    port.replica.generate = breaks
+    events = complete(client, stream=True).text.split("\n\n")
+    assert json.loads(events[-2].removeprefix("data: "))["error"]["type"] == "server_error"
+    assert "secret" not in "".join(events)
+    check_error(complete(client), 500)
 
 
 def test_a_request_that_fails_in_the_middle_does_not_touch_others(client, port) -> None:

@@ -8,6 +8,7 @@ middle without sleeping.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -52,6 +53,7 @@ class FakeEngine:
         self.target = target
         self.thresholds = ThresholdSet.starting(target.model_fingerprint)
         self.max_batch_size = max_batch_size
+        self.counters: Counter[str] = Counter()
         self.gate = threading.Event()
         self.gate.set()
         self.hold_after_step: int | None = None
