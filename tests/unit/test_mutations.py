@@ -1,0 +1,223 @@
+"""The proof is only as good as its ability to fail: break the engine, and a check must notice.
+
+Each mutation replaces a piece of one function's source. `identity` compares speculation with plain
+decoding of the same broken engine; `reference` compares plain decoding with transformers, for
+mistakes that plain and speculative decoding share.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from bench.adversary import hidden_truth
+from bench.common import Prompt
+from bench.identity import IdentityCheck
+from tests.support import engines
+from tests.support.tiny_models import EOS, tiny_model, tiny_target, wrap
+from valuspec.engine import engine as engine_module
+from valuspec.engine import rows as rows_module
+from valuspec.engine import target as target_module
+from valuspec.engine.decoder import LeanDecoder
+from valuspec.engine.engine import Engine
+from valuspec.engine.kv_cache import BLOCK, KvCache
+from valuspec.engine.probe import choose_exact_mode
+from valuspec.engine.rows import Group, SequenceRows
+from valuspec.engine.sequence import Sequence
+from valuspec.engine.types import SamplingParams
+
+torch.set_num_threads(1)
+GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
+SEEDED = SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.0, seed=1)
+#: Shorter than the near zone; longer; outputs that cross a block's end.
+PROMPT_LENGTHS = (5, 40, BLOCK - 9)
+
+
+def identity(params: SamplingParams = GREEDY) -> bool:
+    """Whether trees with distractors, alone and in batches, change neither a token nor a bit."""
+    target = tiny_target("llama", dtype=torch.bfloat16)
+    target.exact_mode, target.min_width = _exact_mode()
+    prompts = [Prompt(str(n), engines.random_prompt(n, n)) for n in PROMPT_LENGTHS]
+    try:
+        check = IdentityCheck(target, prompts, params)
+        return all(check.modes()[name]().exact for name in ("truth", "mixed"))
+    except RuntimeError as error:  # the recorder finds tokens that no verified row leads to
+        if "row" not in str(error):
+            raise
+        return False
+
+
+@cache
+def _exact_mode() -> tuple[Any, int]:
+    return choose_exact_mode(tiny_target("llama", dtype=torch.bfloat16))
+
+
+def seeded_identity() -> bool:
+    return identity(SEEDED)
+
+
+def ending() -> bool:
+    """Whether a stop token inside an accepted run ends the output as in plain decoding."""
+    target = tiny_target("llama")
+    prompt = engines.random_prompt(0, 30)
+    future = engines.plain(target, engines.request("a", prompt, max_tokens=20)).token_ids
+    request = engines.request("a", prompt, max_tokens=20, stop_token_ids=(future[7],))
+    drafter = engines.scripted(target, {prompt: future}, hidden_truth)
+    results = [engines.run(engines.engine_of(target, drafter), [request])["a"] for _ in range(5)]
+    return all(r.visible == engines.plain(target, request).visible for r in results)
+
+
+def reference() -> bool:
+    """Whether plain decoding gives the tokens of transformers, with and without a window."""
+    return all(
+        engines.plain(wrap(tiny_model(family)), request).token_ids == expected
+        for family in ("llama", "mistral_window", "mistral_narrow_window")
+        for request, expected in _transformers_outputs(family)
+    )
+
+
+@cache
+def _transformers_outputs(family: str) -> list[tuple[Any, list[int]]]:
+    model = tiny_model(family)
+    outputs = []
+    for length in PROMPT_LENGTHS:
+        prompt = engines.random_prompt(length, length)
+        output = model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=20,
+            do_sample=False,
+            eos_token_id=EOS,
+            pad_token_id=EOS,
+        )
+        request = engines.request("a", prompt, max_tokens=20)
+        outputs.append((request, output[0, length:].tolist()))
+    return outputs
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """Replace `old` by `new` in the source of `owner.name`."""
+
+    label: str
+    owner: Any
+    name: str
+    old: str
+    new: str
+    noticed_by: Callable[[], bool] = identity
+
+    def apply(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        function = inspect.getattr_static(self.owner, self.name)
+        source = textwrap.dedent(inspect.getsource(function))
+        assert source.count(self.old) == 1, "the code has changed; the mutation needs to follow"
+        code = compile(
+            source.replace(self.old, self.new),
+            f"<mutation: {self.label}>",
+            "exec",
+            flags=annotations.compiler_flag,
+        )
+        defined: dict[str, Any] = {}
+        exec(code, vars(sys.modules[function.__module__]), defined)
+        monkeypatch.setattr(self.owner, self.name, defined[function.__name__])
+
+
+MUTATIONS = [
+    # ---- the mask
+    Mutation("far keys up to the query itself", Group, "masks", "keys > p - NEAR", "keys > p"),
+    Mutation("no far mask", Group, "masks", "(keys > p - NEAR)", "(keys > p + 40)"),
+    Mutation("one key lost between the zones", Group, "masks",
+             "keys > p - NEAR", "keys >= p - NEAR", reference),
+    Mutation("one key in both zones", Group, "masks",
+             "keys > p - NEAR", "keys > p - NEAR + 1", reference),
+    Mutation("positions before the first token are seen", Group, "masks",
+             "(near < 0) |", "(near < -40) |", reference),
+    Mutation("first token hidden", Group, "masks", "(near < 0)", "(near < 1)", reference),
+    Mutation("window one too wide", Group, "masks", "keys <= lowest", "keys < lowest", reference),
+    Mutation("window one too narrow near by", Group, "masks",
+             "near <= lowest", "near <= lowest + 1", reference),
+    # ---- the zone rule
+    Mutation("zone of the tree's root for all its rows", Group, "masks",
+             "keys > p - NEAR", "keys > p.min() - NEAR"),
+    Mutation("near zone in order of slots, not of the path", SequenceRows, "positions_and_near",
+             "near[row, :-1] = near[parent, 1:]", "near[row, :-1] = slot + window[:-1]"),
+    Mutation("near zone not shifted from parent to child", SequenceRows, "positions_and_near",
+             "near[parent, 1:]", "near[parent, :-1]"),
+    Mutation("near zone begins a token early", SequenceRows, "positions_and_near",
+             "near[row] = self.start + window", "near[row] = self.start + window - 1"),
+    Mutation("near zone without the row itself", SequenceRows, "positions_and_near",
+             "near[row, -1] = slot", "near[row, -1] = slot - 1"),
+    Mutation("trees taken for chains", SequenceRows, "positions_and_near",
+             "if self.is_chain:", "if True:"),
+    # ---- position ids
+    Mutation("position is the slot", SequenceRows, "positions_and_near",
+             "positions[parent] + 1", "min(slot, self.start + NEAR - 1)"),
+    Mutation("children at their parent's position", SequenceRows, "positions_and_near",
+             "positions[parent] + 1", "positions[parent]"),
+    Mutation("chains one position late", SequenceRows, "positions_and_near",
+             "positions = self.start + np.arange(len(self))",
+             "positions = self.start + np.arange(len(self)) + (self.start > 0)", reference),
+    # ---- acceptance
+    Mutation("any child accepted", engine_module, "verify",
+             "children.get((row, token))",
+             "next((r for (p, _), r in children.items() if p == row), None)"),
+    Mutation("the right token under a wrong parent accepted", engine_module, "verify",
+             "children.get((row, token))",
+             "next((r for (_, t), r in children.items() if t == token and r > row), None)"),
+    Mutation("tokens after the end kept", Sequence, "emit", "break", "pass", ending),
+    Mutation("all draws of a step from one position", Engine, "_choose",
+             " + ahead", "", seeded_identity),
+    # ---- the KV commit
+    Mutation("accepted rows not moved", Engine, "_commit", "if places:", "if False:"),
+    Mutation("accepted rows moved one slot too far", Engine, "_commit",
+             "targets.append(tree.start + order)", "targets.append(tree.start + order + 1)"),
+    Mutation("the row before the accepted one moved", Engine, "_commit",
+             "sources.append(tree.start + row)", "sources.append(tree.start + row - 1)"),
+    Mutation("only keys moved", KvCache, "move", "values.index_copy_(", "(lambda *_: None)("),
+    Mutation("only values moved", KvCache, "move", "keys.index_copy_(", "(lambda *_: None)("),
+    Mutation("last accepted token not committed", Engine, "_commit",
+             "sequence.committed += 1 + accepted", "sequence.committed += max(1, accepted)"),
+    # ---- the batch
+    Mutation("a gap in the batch not closed", Engine, "_release",
+             "self._cache.move_sequence(last.place, sequence.place, last.committed)", "pass"),
+    Mutation("last block of a moved sequence forgotten", KvCache, "move_sequence",
+             "-(-num_slots // BLOCK)", "num_slots // BLOCK"),
+    Mutation("results of batch mates swapped", rows_module, "_build_group",
+             "scatter.append(i * width + ", "scatter.append((count - 1 - i) * width + "),
+    Mutation("keys written one slot late", target_module, "build_rows",
+             "cache.key_offsets(owners, slots)", "cache.key_offsets(owners, slots + 1)"),
+    # ---- the block
+    Mutation("rotation the other way round", LeanDecoder, "forward",
+             "query_key.roll(size // 2, -1), sin", "query_key.roll(size // 2, -1), -sin",
+             reference),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.label)
+def test_mutation_is_noticed(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    _exact_mode()  # found with the engine whole
+    mutation.apply(monkeypatch)
+    assert not mutation.noticed_by()
+
+
+@pytest.mark.parametrize("check", [identity, seeded_identity, ending, reference])
+def test_checks_pass_on_the_engine_as_it_is(check: Callable[[], bool]) -> None:
+    assert check()
+
+
+def test_every_promised_part_is_mutated() -> None:
+    """Mask, zone rule, position ids, acceptance and KV commit, with identity as the judge."""
+    judged = {(m.owner, m.name) for m in MUTATIONS if m.noticed_by is identity}
+    assert judged >= {
+        (Group, "masks"),
+        (SequenceRows, "positions_and_near"),
+        (engine_module, "verify"),
+        (Engine, "_commit"),
+        (KvCache, "move"),
+    }
