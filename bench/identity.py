@@ -6,7 +6,7 @@ The reference is plain decoding, one request at a time. Each mode must give the 
 and the logits each output token was chosen from must have the same bits:
 
     cold     the real drafter, its shared store empty, for each request alone
-    warm     the store and the retrieved trees hold the answers of all requests, its own included
+    warm     the store holds the answers of all requests, and the retrieved tree its own
     truth    every tree hides a part of the right continuation among random nodes
     random   random trees, all nodes verified
     wrong    the right continuation under wrong first tokens: everything must be rejected
@@ -45,7 +45,7 @@ from valuspec.drafting.drafter import Drafter
 from valuspec.engine.engine import Engine, Filter, keep_by_value
 from valuspec.engine.target import Target
 from valuspec.engine.types import GenerationRequest, SamplingParams
-from valuspec.errors import ValuSpecError
+from valuspec.errors import RequestError, ValuSpecError
 from valuspec.thresholds import ThresholdSet
 from valuspec.tree import DraftTree
 
@@ -126,7 +126,10 @@ class IdentityCheck:
         self.thresholds = ThresholdSet.starting(target.model_fingerprint)
         plain = self._recorder(Drafter(), 1)
         for prompt in self._progress("plain"):
-            plain.add(self._request(prompt, speculative=False))
+            try:
+                plain.add(self._request(prompt, speculative=False))
+            except RequestError as error:
+                raise ValuSpecError(f"{prompt.request_id}: {error}") from error
             while plain.engine.has_work:
                 plain.step()
         self.plain = plain.outputs

@@ -23,7 +23,7 @@ from valuspec.engine.types import GenerationRequest
 from valuspec.errors import RequestError
 from valuspec.tree import DraftTree
 
-torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_TOKENS = 40
 GREEDY: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
 SEEDED = GREEDY | {"temperature": 0.8, "top_p": 0.95, "seed": 5}

@@ -6,7 +6,6 @@ able to fail.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -44,14 +43,6 @@ The first walk is 1 mile, the second 4 miles and the third 3 miles, so 12 - 8 = 
 )
 PATH = 12
 """Tokens of the trajectory that trees are compared on."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(min(before, 2))
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from valuspec.engine.probe import probe
 from valuspec.engine.rows import SequenceRows
 from valuspec.errors import ModelError
 
-torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SUPPORTED = [name for name in FAMILIES if name != "bloom"]
 #: Short; shorter than the near zone; ending just before a block's end; beyond it.

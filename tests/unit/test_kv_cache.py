@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from valuspec.engine.kv_cache import BLOCK, KvCache
 
-torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 LAYERS, SEQUENCES, HEADS, SIZE = 2, 3, 2, 4
 
 

@@ -34,7 +34,7 @@ from valuspec.engine.rows import Group, SequenceRows
 from valuspec.engine.sequence import Sequence
 from valuspec.engine.types import SamplingParams
 
-torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.0, seed=1)
 #: Shorter than the near zone; longer; outputs that cross a block's end.

@@ -15,7 +15,7 @@ from valuspec.engine.types import SamplingParams
 from valuspec.engine.verify import verify
 from valuspec.errors import RequestError
 
-torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 LOGITS = torch.tensor([0.0, 1.0, 2.0, -1.0, 2.0, 0.5])
 GOLDEN_SEED_7 = [5, 2, 2, 4, 2, 4, 4, 2, 1, 4, 0, 4, 2, 1, 4, 2]
 GOLDEN_SEED_BIG = [1, 4, 4, 2, 2, 4, 1, 4, 2, 2, 2, 2, 5, 2, 2, 4]
