@@ -155,10 +155,12 @@ class TargetReplica:
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve's hook: swap the threshold set; running requests keep theirs."""
+        before = self._thresholds.current
         if not self._thresholds.apply(user_config):
             self._telemetry.count("valuspec_thresholds_refused")
         thresholds = self._thresholds.current
         self._loop.run(lambda: setattr(self._engine, "thresholds", thresholds))
+        self._telemetry.gauge("valuspec_threshold_version", 0, version=before.version)
         self._telemetry.gauge("valuspec_threshold_version", 1, version=thresholds.version)
 
     def check_health(self) -> None:
@@ -186,7 +188,7 @@ class TargetReplica:
         outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
         event_loop = asyncio.get_running_loop()
         unfinished = {choice.request.request_id: choice for choice in choices}
-        self._num_unfinished += len(choices)
+        self._count_unfinished(len(choices))
         self._loop.submit(
             [choice.request for choice in choices],
             lambda output: _put(event_loop, outputs, output),
@@ -198,16 +200,22 @@ class TargetReplica:
                 choice = unfinished[output.request_id]
                 if output.finish_reason is not None:
                     del unfinished[output.request_id]
-                    self._num_unfinished -= 1
+                    self._count_unfinished(-1)
                 yield self._delta(choice, output, started)
         finally:
             for lookup in lookups:
                 lookup.cancel()
-            self._num_unfinished -= len(unfinished)
+            self._count_unfinished(-len(unfinished))
             self._loop.cancel(list(unfinished))
             self._telemetry.count(
                 "valuspec_request_success", len(unfinished), finished_reason="abort"
             )
+
+    def _count_unfinished(self, change: int) -> None:
+        self._num_unfinished += change
+        running = min(self._num_unfinished, self._args.max_batch_size)
+        self._telemetry.gauge("valuspec_num_requests_running", running)
+        self._telemetry.gauge("valuspec_num_requests_waiting", self._num_unfinished - running)
 
     def _choices(self, call: GenerateCall) -> list[_Choice]:
         """Tokenise and check every choice before any is admitted. Raises RequestError."""
@@ -292,8 +300,6 @@ class TargetReplica:
                 self._drafts.write_back(
                     request.namespace, request.prompt_ids, tuple(choice.output_ids)
                 )
-        self._telemetry.gauge("valuspec_num_requests_running", self._engine.num_running)
-        self._telemetry.gauge("valuspec_num_requests_waiting", self._engine.num_waiting)
         return Delta(
             index=choice.index,
             num_prompt_tokens=len(choice.request.prompt_ids),
