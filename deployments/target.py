@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
 from deployments.drafts import DraftStore
-from deployments.engine_loop import EngineLoop, SteppableEngine
+from deployments.engine_loop import EngineLoop
+from deployments.loading import Engine, Target, load_engine
 from deployments.messages import (
     ChoiceReport,
     Delta,
@@ -33,9 +32,8 @@ from deployments.settings import AppArgs
 from deployments.telemetry import Telemetry
 from deployments.thresholds import ActiveThresholds
 from retrieval.namespace import namespace
-from valuspec.engine.types import GenerationRequest, SamplingParams, StepOutput
+from valuspec.engine.types import GenerationRequest, StepOutput
 from valuspec.errors import RequestError
-from valuspec.thresholds import ThresholdSet
 
 logger = logging.getLogger(__name__)
 
@@ -43,71 +41,6 @@ logger = logging.getLogger(__name__)
 STALLED_AFTER_S = 120.0
 #: A text of more characters per token of context than this is tokenised in part first.
 _CHARS_TO_TRY = 8
-
-
-class Target(Protocol):
-    """What a replica needs of `valuspec.engine.target.Target`."""
-
-    max_model_len: int
-    vocab_size: int
-    model_fingerprint: str
-    tokenizer_fingerprint: str
-    tokenizer: Any
-
-    @property
-    def exact(self) -> bool: ...
-    @property
-    def exact_mode(self) -> str: ...
-
-    def encode(self, text: str) -> list[int]: ...
-    def render_chat(self, messages: list[Message]) -> list[int]: ...
-
-
-class Engine(SteppableEngine, Protocol):
-    """What a replica needs of `valuspec.engine.engine.Engine`."""
-
-    thresholds: ThresholdSet
-
-    counters: Counter[str]
-
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_waiting(self) -> int: ...
-    def validate(self, request: GenerationRequest) -> None: ...
-
-
-def load_engine(args: AppArgs) -> tuple[Target, Engine]:
-    """Load the target model and an engine around it. Takes seconds to minutes."""
-    # Imported here: the graph is also built where no torch is needed.
-    import torch
-
-    from valuspec.drafting.drafter import Drafter
-    from valuspec.engine.engine import Engine as ValuSpecEngine
-    from valuspec.engine.target import Target as ValuSpecTarget
-
-    # Ray gives an actor OMP_NUM_THREADS=1 unless it reserves CPUs.
-    torch.set_num_threads(args.num_threads or len(os.sched_getaffinity(0)))
-    target = ValuSpecTarget.load(args.model, dtype=args.dtype, device=args.device, exact=args.exact)
-    thresholds = ThresholdSet.starting(target.model_fingerprint)
-    engine = ValuSpecEngine(
-        target, drafter=Drafter(), thresholds=thresholds, max_batch_size=args.max_batch_size
-    )
-    _warm_up(engine)
-    return target, engine
-
-
-def _warm_up(engine: Engine) -> None:
-    """Run one request, so that no client waits for what is compiled on first use."""
-    prompt = tuple(range(1, 9)) * 4  # repeats itself, so there is something to draft
-    params = SamplingParams(max_tokens=8, ignore_eos=True)
-    engine.add(
-        GenerationRequest(
-            request_id="warm-up", prompt_ids=prompt, params=params, namespace="warm-up"
-        )
-    )
-    while engine.has_work:
-        engine.step()
 
 
 @dataclass(slots=True)
