@@ -42,6 +42,9 @@ def test_greedy_is_the_argmax_and_ties_go_to_the_lowest_id(dtype: torch.dtype) -
     spread = torch.full((49152,), -3.0, dtype=dtype)
     spread[[70, 30_000, 49_151]] = -1
     assert greedy_token(spread) == 70
+    zeros = torch.full((99,), -1.0, dtype=dtype)
+    zeros[40], zeros[50] = -0.0, 0.0
+    assert greedy_token(zeros) == 40, "the two zeros are equal"
     for seed in range(50):
         generator = torch.Generator().manual_seed(seed)
         row = (torch.randn(997, generator=generator) * 2 - 3).to(dtype)

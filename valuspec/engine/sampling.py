@@ -21,7 +21,9 @@ def greedy_token(logits: torch.Tensor) -> int:
     # torch scans bf16 one by one. Read as integers, with the order of negatives turned round,
     # numpy finds the same first maximum sixteen times faster.
     bits = logits.view(torch.int16).numpy()
-    return int((bits ^ ((bits >> 15) & 0x7FFF)).argmax())
+    best = int((bits ^ ((bits >> 15) & 0x7FFF)).argmax())
+    # The two zeros are a tie, but their bits differ.
+    return best if logits[best] != 0 else int(logits.argmax())
 
 
 def sample_token(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
