@@ -1,0 +1,1 @@
+"""Ray jobs: what runs beside the serving, on a schedule or by hand."""
