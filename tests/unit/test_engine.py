@@ -16,8 +16,9 @@ from tests.support import engines
 from tests.support.engines import Result, engine_of, request, run, scripted
 from tests.support.tiny_models import EOS, VOCAB, tiny_model, tiny_target, wrap
 from valuspec.drafting.drafter import Drafter
-from valuspec.engine.engine import MAX_TREE_NODES, Engine, keep_by_value
-from valuspec.engine.kv_cache import BLOCK
+from valuspec.engine.engine import MAX_TREE_NODES, keep_by_value
+from valuspec.engine.kv_cache import BLOCK, KvCache
+from valuspec.engine.rows import Rows
 from valuspec.engine.target import Target
 from valuspec.engine.types import GenerationRequest
 from valuspec.errors import RequestError
@@ -517,7 +518,7 @@ def test_trees_never_exceed_the_limit() -> None:
     assert {batch_size for _, batch_size, _ in limits} == {1, 2}
 
 
-def test_envelope_never_runs_more_rows_than_it_is_wide() -> None:
+def test_envelope_runs_one_width_only() -> None:
     narrow = tiny_target("llama")
     narrow.exact_mode, narrow.min_width = "envelope", 72
     cases = [case(seed, length) for seed, length in ((1, 5), (2, 30), (3, BLOCK - 12))]
@@ -530,8 +531,19 @@ def test_envelope_never_runs_more_rows_than_it_is_wide() -> None:
         seen.append(batch_size * (1 + max_nodes))
         return kept
 
-    engine: Engine = engine_of(narrow, drafter, max_batch_size=3, node_filter=spy)
+    widths = set()
+    decoder = narrow.decoder
+
+    class Spy:
+        def forward(self, rows: Rows, kv_cache: KvCache) -> torch.Tensor:
+            widths.update([len(rows.token_ids), len(rows.logit_rows)])
+            widths.update(group.width for group in rows.groups)
+            return decoder.forward(rows, kv_cache)
+
+    narrow.decoder = Spy()
+    engine = engine_of(narrow, drafter, max_batch_size=3, node_filter=spy)
     results = run(engine, [r for r, _ in cases])
-    assert max(seen) <= 72
+    assert max(seen) == 72
+    assert widths == {72}
     for r, expected in cases:
         assert results[r.request_id].visible == expected.visible

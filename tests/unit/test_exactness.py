@@ -195,7 +195,7 @@ def test_single_rows_would_differ(
     """Without padding, one-token decoding takes the matrix-vector kernel."""
     if target.exact_mode != "rows":
         pytest.skip("this processor needs the fixed envelope: there are no single rows")
-    monkeypatch.setattr(rows_module, "padded_width", lambda num_rows: num_rows)
+    monkeypatch.setattr(rows_module, "padded_width", lambda num_rows, _: num_rows)
     monkeypatch.setattr(target, "min_width", 1)
     assert differing(target, 24, text)
 

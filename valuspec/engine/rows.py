@@ -143,16 +143,16 @@ class Rows:
     logit_rows: torch.Tensor
 
 
-def padded_width(num_rows: int) -> int:
-    """Rows to compute for `num_rows` wanted ones: never one, and few distinct shapes.
+def padded_width(num_rows: int, min_width: int = 2) -> int:
+    """Rows to compute for `num_rows` wanted ones: a multiple of `min_width`, in few shapes.
 
     A single row takes another kernel (matrix-vector) that rounds differently; and every new shape
     costs a kernel compilation once, so shapes are stepped: 2, 4, .. 16, 20, .. 64, 96, 128, ..
     """
-    for limit, step in ((16, 2), (64, 4)):
-        if num_rows <= limit:
-            return max(2, -(-num_rows // step) * step)
-    return -(-num_rows // 32) * 32
+    if num_rows <= min_width:
+        return min_width
+    step = max(min_width, 2 if num_rows <= 16 else 4 if num_rows <= 64 else 32)
+    return -(-num_rows // step) * step
 
 
 def build_rows(
@@ -166,16 +166,16 @@ def build_rows(
 
     sequences:  per group, the rows of neighbouring sequences in cache order
     logit_rows: rows whose logits are wanted, at least one
-    min_width:  pad every width to at least this many rows (the fixed envelope)
+    min_width:  pad every width to a multiple of this many rows
     """
     flat = [s for group in sequences for s in group]
     num_rows = sum(len(s) for s in flat)
     geometry = [s.positions_and_near() for s in flat]
     token_ids = np.concatenate([s.token_ids for s in flat])
     positions = np.concatenate([p for p, _ in geometry])
-    total = max(padded_width(num_rows), min_width)
+    total = padded_width(num_rows, min_width)
     pad = total - num_rows
-    logit_pad = max(padded_width(len(logit_rows)), min_width) - len(logit_rows)
+    logit_pad = padded_width(len(logit_rows), min_width) - len(logit_rows)
     slots = np.concatenate([s.start + np.arange(len(s)) for s in flat])
     owners = np.concatenate([np.full(len(s), s.sequence) for s in flat])
     groups, offset, index = [], 0, 0
@@ -189,7 +189,7 @@ def build_rows(
                 cache,
                 single=len(flat) == 1,
                 trailing_pad=pad if last else 0,
-                min_width=total if len(flat) == 1 else min_width,
+                min_width=min_width,
             )
         )
         offset += sum(len(s) for s in members)
@@ -220,7 +220,7 @@ def _build_group(
     min_width: int,
 ) -> Group:
     count, heads = len(members), cache.num_kv_heads
-    width = max(padded_width(max(len(s) for s in members)), min_width)
+    width = padded_width(max(len(s) for s in members), min_width)
     # Padding repeats the sequence's first row: finite, in range, and never read.
     source = np.zeros((count, width), np.int64)
     positions = np.empty((count, width), np.int64)

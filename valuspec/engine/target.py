@@ -28,7 +28,7 @@ class Target:
 
     exact_mode: "rows" (rows do not influence each other), "envelope" (every forward padded to one
         width) or "fast" (neither could be shown exact; `exact` is False)
-    min_width:  rows every forward is padded to
+    min_width:  every forward is padded to a multiple of so many rows
     """
 
     decoder: Decoder
