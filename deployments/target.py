@@ -107,7 +107,9 @@ class TargetReplica:
             choices = await asyncio.to_thread(self._choices, call)
         except RequestError as error:
             self._telemetry.count("valuspec_requests_refused", status="400")
-            yield Refusal(status=400, message=str(error), param=error.param, code=error.code)
+            chat = call.messages is not None and error.param == "prompt"
+            param = "messages" if chat else error.param
+            yield Refusal(status=400, message=str(error), param=param, code=error.code)
             return
         if self._num_unfinished + len(choices) > self._args.max_batch_size + self._args.max_waiting:
             self._telemetry.count("valuspec_requests_refused", status="429")

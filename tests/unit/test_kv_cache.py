@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from valuspec.engine.kv_cache import BLOCK, KvCache
+from valuspec.engine.kv_cache import BLOCK, ONES, KvCache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LAYERS, SEQUENCES, HEADS, SIZE = 2, 3, 2, 4
@@ -22,6 +22,8 @@ class Naive:
 
     keys: torch.Tensor
     values: torch.Tensor
+    ones: torch.Tensor
+    """One where a value was written, [sequences, slots]."""
 
 
 def new_cache(slots: int) -> tuple[KvCache, Naive]:
@@ -36,7 +38,7 @@ def new_cache(slots: int) -> tuple[KvCache, Naive]:
     )
     cache.reserve(slots)
     shape = (LAYERS, SEQUENCES, cache.num_blocks * BLOCK, HEADS, SIZE)
-    return cache, Naive(torch.zeros(shape), torch.zeros(shape))
+    return cache, Naive(torch.zeros(shape), torch.zeros(shape), torch.zeros(shape[1:3]))
 
 
 def write(cache: KvCache, naive: Naive, sequences: list[int], slots: list[int], seed: int) -> None:
@@ -50,6 +52,7 @@ def write(cache: KvCache, naive: Naive, sequences: list[int], slots: list[int], 
         cache.write(layer, offsets, rows, keys, values)
         naive.keys[layer, owners, where] = keys
         naive.values[layer, owners, where] = values
+    naive.ones[owners, where] = 1
 
 
 def check(cache: KvCache, naive: Naive) -> None:
@@ -63,7 +66,8 @@ def check(cache: KvCache, naive: Naive) -> None:
             assert torch.equal(keys, expected)
             expected = naive.values[layer, :, span].permute(0, 2, 1, 3).flatten(0, 1)
             assert torch.equal(values[..., :SIZE], expected)
-            assert torch.all(values[..., SIZE:] == 1), "the ones were overwritten"
+            ones = naive.ones[:, None, span, None].expand(-1, HEADS, -1, ONES).flatten(0, 1)
+            assert torch.equal(values[..., SIZE:], ones), "every stored value ends in ones"
 
 
 def test_writes_land_where_attention_reads() -> None:
@@ -84,7 +88,11 @@ def test_reserve_keeps_contents() -> None:
     cache.reserve(BLOCK + 1)
     assert cache.num_blocks == 2
     more = torch.zeros(LAYERS, SEQUENCES, BLOCK, HEADS, SIZE)
-    naive = Naive(torch.cat([naive.keys, more], 2), torch.cat([naive.values, more], 2))
+    naive = Naive(
+        torch.cat([naive.keys, more], 2),
+        torch.cat([naive.values, more], 2),
+        torch.cat([naive.ones, torch.zeros(SEQUENCES, BLOCK)], 1),
+    )
     check(cache, naive)
     write(cache, naive, [2], [BLOCK + 1], seed=3)
     check(cache, naive)
@@ -114,7 +122,9 @@ def test_move_reads_everything_before_it_writes(data: st.DataObject) -> None:
     read = np.array([slot for _, slot in sources])
     written = np.array([slot for _, slot in targets])
     keys, values = naive.keys[:, owners, read], naive.values[:, owners, read]
+    ones = naive.ones[owners, read]
     cache.move(owners, read, written)
+    naive.ones[owners, written] = ones
     naive.keys[:, owners, written], naive.values[:, owners, written] = keys, values
     check(cache, naive)
 

@@ -89,7 +89,7 @@ class Engine:
                 f"This model's maximum context length is {limit} tokens, but {wanted} were "
                 f"requested ({len(prompt)} in the prompt, {request.params.max_tokens} for the "
                 "output). Shorten the prompt or lower max_tokens.",
-                param="messages",
+                param="prompt",
                 code="context_length_exceeded",
             )
 

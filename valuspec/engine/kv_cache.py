@@ -1,7 +1,7 @@
 """Keys and values of all running sequences, in blocks of positions.
 
 keys:   [layers, blocks, sequences, kv heads, head size, BLOCK]      (transposed: scores = q @ keys)
-values: [layers, blocks, sequences, kv heads, BLOCK, head size + ONES]  (last columns are one)
+values: [layers, blocks, sequences, kv heads, BLOCK, head size + ONES]  (ones where stored)
 
 Blocks come before sequences so that a layer's block of the running sequences, which always occupy
 the first places, is one contiguous batch of matrices. Every product over keys therefore has the
@@ -13,9 +13,12 @@ part of the same product; there are ONES of them so that every row begins at a m
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn import functional
 
 #: Positions per block.
 BLOCK = 256
@@ -46,14 +49,18 @@ class KvCache:
         self.head_size = head_size
         self.dtype = dtype
         self.device = device
-        self.keys = self._blocks(0, head_size, BLOCK)
-        self.values = self._blocks(0, BLOCK, head_size + ONES)
+        self.keys = self._blocks(1, head_size, BLOCK)
+        self.values = self._blocks(1, BLOCK, head_size + ONES)
         self._bind_layers()
 
     def _blocks(self, num_blocks: int, rows: int, columns: int) -> torch.Tensor:
         # Zeros, not empty: a masked key has weight zero, and zero times garbage may be NaN.
         shape = (self.num_layers, num_blocks, self.num_sequences, self.num_kv_heads, rows, columns)
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        # numpy leaves zero pages to the system: memory is used when a slot is, not when it could.
+        lazy = np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8)
+        return torch.from_numpy(lazy).view(self.dtype).view(shape)
 
     def _bind_layers(self) -> None:
         layers = range(self.num_layers)
@@ -66,14 +73,14 @@ class KvCache:
 
     def reserve(self, num_slots: int) -> None:
         """Make room for `num_slots` slots per sequence; grows by doubling, keeps what is stored."""
-        needed = -(-num_slots // BLOCK)
-        if needed <= self.num_blocks:
+        needed, present = -(-num_slots // BLOCK), self.num_blocks
+        if needed <= present:
             return
-        added = max(needed, 2 * self.num_blocks) - self.num_blocks
-        values = self._blocks(added, BLOCK, self.head_size + ONES)
-        values[..., -ONES:] = 1
-        self.keys = torch.cat([self.keys, self._blocks(added, self.head_size, BLOCK)], dim=1)
-        self.values = torch.cat([self.values, values], dim=1)
+        keys, values = self.keys, self.values
+        self.keys = self._blocks(max(needed, 2 * present), self.head_size, BLOCK)
+        self.values = self._blocks(max(needed, 2 * present), BLOCK, self.head_size + ONES)
+        self.keys[:, :present] = keys
+        self.values[:, :present] = values
         self._bind_layers()
 
     def key_block(self, layer: int, block: int, first: int, count: int) -> torch.Tensor:
@@ -118,8 +125,8 @@ class KvCache:
     ) -> None:
         """Store keys and values [num_rows, kv heads, head size] of one layer."""
         self.layer_keys[layer].index_copy_(0, key_offsets, keys.reshape(-1))
-        store = self.layer_values[layer][:, : self.head_size]
-        store.index_copy_(0, value_rows, values.reshape(-1, self.head_size))
+        rows = functional.pad(values, (0, ONES), value=1.0).view(-1, self.head_size + ONES)
+        self.layer_values[layer].index_copy_(0, value_rows, rows)
 
     def move(self, sequences: Int64Array, sources: Int64Array, targets: Int64Array) -> None:
         """Copy slots within sequences, all layers at once; every source is read before any write.
