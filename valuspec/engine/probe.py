@@ -57,12 +57,13 @@ def probe(target: Target, *, num_trees: int = 12, seed: int = 0) -> ProbeResult:
     rng = np.random.default_rng(seed)
     checked = equal = 0
     starts = [s for s in _STARTS if s + 2 * NEAR < target.max_model_len]
-    for start in starts:
-        tokens = rng.integers(0, target.vocab_size, start + NEAR)
-        cache = target.new_cache(2)
-        cache.reserve(start + NEAR + ENVELOPE)
-        for place in (0, 1):
-            prefill(target, cache, place, tokens[:start])
+    tokens = rng.integers(0, target.vocab_size, max(starts) + NEAR)
+    cache = target.new_cache(2)
+    cache.reserve(len(tokens) + ENVELOPE)
+    for place in (0, 1):
+        prefill(target, cache, place, tokens[: max(starts)])
+    # From the longest context down: what a tree overwrites lies behind every shorter one.
+    for start in sorted(starts, reverse=True):
         reference = []
         for position in range(start, start + NEAR):
             alone = SequenceRows.chain(0, position, tokens[position : position + 1])
