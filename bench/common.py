@@ -95,7 +95,8 @@ def trajectories(target: Target, prompts: Sequence[Prompt], max_tokens: int) -> 
 
     Decoded with drafts: the output is the same, and the answers come sooner.
     """
-    where = [target.model_fingerprint, str(target.dtype), target.exact_mode, _processor()]
+    arithmetic = [str(target.dtype), target.attention.__name__, target.exact_mode, _processor()]
+    where = [target.model_fingerprint, *arithmetic]
     key = json.dumps([where, max_tokens, [p.token_ids for p in prompts]])
     name = hashlib.sha256(key.encode()).hexdigest()[:24]
     path = cache_dir() / "trajectories" / f"{name}.json"

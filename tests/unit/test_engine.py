@@ -17,9 +17,10 @@ from tests.support.engines import Result, engine_of, request, run, scripted
 from tests.support.tiny_models import EOS, VOCAB, tiny_model, tiny_target, wrap
 from valuspec.drafting.drafter import Drafter
 from valuspec.engine.engine import MAX_TREE_NODES, keep_by_value
-from valuspec.engine.kv_cache import BLOCK, KvCache
+from valuspec.engine.kv_cache import BLOCK
 from valuspec.engine.rows import Rows
 from valuspec.engine.target import Target
+from valuspec.engine.two_zone import TwoZoneAttention
 from valuspec.engine.types import GenerationRequest
 from valuspec.errors import RequestError
 from valuspec.tree import DraftTree
@@ -521,6 +522,7 @@ def test_trees_never_exceed_the_limit() -> None:
 def test_envelope_runs_one_width_only() -> None:
     narrow = tiny_target("llama")
     narrow.exact_mode, narrow.min_width = "envelope", 72
+    narrow.attention = TwoZoneAttention  # pads its products too
     cases = [case(seed, length) for seed, length in ((1, 5), (2, 30), (3, BLOCK - 12))]
     futures = {r.prompt_ids: result.token_ids for r, result in cases}
     drafter = scripted(narrow, futures, widest, deepest, hidden_truth)
@@ -535,10 +537,10 @@ def test_envelope_runs_one_width_only() -> None:
     decoder = narrow.decoder
 
     class Spy:
-        def forward(self, rows: Rows, kv_cache: KvCache) -> torch.Tensor:
+        def forward(self, rows: Rows, attention: TwoZoneAttention) -> torch.Tensor:
             widths.update([len(rows.token_ids), len(rows.logit_rows)])
-            widths.update(group.width for group in rows.groups)
-            return decoder.forward(rows, kv_cache)
+            widths.update(group.width for group in attention._groups)
+            return decoder.forward(rows, attention)
 
     narrow.decoder = Spy()
     engine = engine_of(narrow, drafter, max_batch_size=3, node_filter=spy)

@@ -22,6 +22,7 @@ from valuspec.engine.kv_cache import BLOCK, KvCache
 from valuspec.engine.probe import choose_exact_mode, prefill, probe, random_tree
 from valuspec.engine.rows import NEAR, SequenceRows
 from valuspec.engine.target import Target
+from valuspec.engine.two_zone import TwoZoneAttention
 from valuspec.engine.types import SamplingParams
 from valuspec.engine.weights import load_model
 
@@ -96,6 +97,11 @@ def test_start_up_probe_passes(target: Target) -> None:
     result = probe(target, num_trees=6, seed=9)
     assert result.rows_checked > 30
     assert result.exact
+
+
+def test_two_zones_are_exact_too(target: Target) -> None:
+    """The attention of accelerators, on this processor."""
+    assert probe(replace(target, attention=TwoZoneAttention)).exact
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,13 @@ import torch
 from bench.adversary import hidden_truth
 from tests.support import engines
 from tests.support.tiny_models import EOS, FAMILIES, LEAN, tiny_model, wrap
+from valuspec.engine.attention import Attention
 from valuspec.engine.decoder import LeanDecoder, TransformersDecoder
 from valuspec.engine.kv_cache import BLOCK
+from valuspec.engine.path_attention import PathAttention
 from valuspec.engine.probe import probe
 from valuspec.engine.rows import SequenceRows
+from valuspec.engine.two_zone import TwoZoneAttention
 from valuspec.errors import ModelError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -22,10 +25,17 @@ PROMPT_LENGTHS = (40, 3, BLOCK - 10, BLOCK + 44)
 NUM_TOKENS = 24
 
 
+both_attentions = pytest.mark.parametrize(
+    "attention", [PathAttention, TwoZoneAttention], ids=["path", "two_zone"]
+)
+
+
+@both_attentions
 @pytest.mark.parametrize("family", SUPPORTED)
-def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
+def test_greedy_tokens_are_those_of_transformers(family: str, attention: type[Attention]) -> None:
     model = tiny_model(family)
     target = wrap(model)
+    target.attention = attention
     expected, requests = {}, []
     for length in PROMPT_LENGTHS:
         prompt = engines.random_prompt(length, length)
@@ -50,10 +60,12 @@ def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
     assert sum(result.num_accepted for result in results.values()) > NUM_TOKENS
 
 
+@both_attentions
 @pytest.mark.parametrize("family", SUPPORTED)
-def test_logits_are_those_of_transformers(family: str) -> None:
+def test_logits_are_those_of_transformers(family: str, attention: type[Attention]) -> None:
     model = tiny_model(family)
     target = wrap(model)
+    target.attention = attention
     tokens = torch.tensor(engines.random_prompt(1, BLOCK + 30))
     with torch.inference_mode():
         expected = model(tokens[None]).logits[0]

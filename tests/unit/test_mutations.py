@@ -12,11 +12,12 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
+from numba import njit
 
 from bench.adversary import hidden_truth
 from bench.common import Prompt
@@ -24,14 +25,17 @@ from bench.identity import IdentityCheck
 from tests.support import engines
 from tests.support.tiny_models import EOS, tiny_model, tiny_target, wrap
 from valuspec.engine import engine as engine_module
-from valuspec.engine import rows as rows_module
+from valuspec.engine import path_attention, two_zone
 from valuspec.engine import target as target_module
+from valuspec.engine.attention import Attention
 from valuspec.engine.decoder import LeanDecoder
 from valuspec.engine.engine import Engine
 from valuspec.engine.kv_cache import BLOCK, KvCache
+from valuspec.engine.path_attention import PathAttention
 from valuspec.engine.probe import choose_exact_mode
-from valuspec.engine.rows import Group, SequenceRows
+from valuspec.engine.rows import SequenceRows
 from valuspec.engine.sequence import Sequence
+from valuspec.engine.two_zone import Group, TwoZoneAttention
 from valuspec.engine.types import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -112,9 +116,14 @@ class Mutation:
     old: str
     new: str
     noticed_by: Callable[[], bool] = identity
+    attention: type[Attention] = PathAttention
 
     def apply(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(target_module, "attention_for", lambda *_: self.attention)
         function = inspect.getattr_static(self.owner, self.name)
+        if hasattr(function, "py_func"):  # compiled: compile the mutant too, and keep no copy
+            function = function.py_func
+            monkeypatch.setattr(path_attention, "kernel", njit)
         source = textwrap.dedent(inspect.getsource(function))
         assert source.count(self.old) == 1, "the code has changed; the mutation needs to follow"
         code = compile(
@@ -128,30 +137,36 @@ class Mutation:
         monkeypatch.setattr(self.owner, self.name, defined[function.__name__])
 
 
+TwoZoneMutation = partial(Mutation, attention=TwoZoneAttention)
+
 MUTATIONS = [
     # ---- the mask
-    Mutation("far keys up to the query itself", Group, "masks", "keys > p - NEAR", "keys > p"),
-    Mutation("no far mask", Group, "masks", "(keys > p - NEAR)", "(keys > p + 40)"),
-    Mutation("one key lost between the zones", Group, "masks",
+    TwoZoneMutation("far keys up to the query itself", Group, "masks",
+             "keys > p - NEAR", "keys > p"),
+    TwoZoneMutation("no far mask", Group, "masks", "(keys > p - NEAR)", "(keys > p + 40)"),
+    TwoZoneMutation("one key lost between the zones", Group, "masks",
              "keys > p - NEAR", "keys >= p - NEAR", reference),
-    Mutation("one key in both zones", Group, "masks",
+    TwoZoneMutation("one key in both zones", Group, "masks",
              "keys > p - NEAR", "keys > p - NEAR + 1", reference),
-    Mutation("positions before the first token are seen", Group, "masks",
+    TwoZoneMutation("positions before the first token are seen", Group, "masks",
              "(near < 0) |", "(near < -40) |", reference),
-    Mutation("first token hidden", Group, "masks", "(near < 0)", "(near < 1)", reference),
-    Mutation("window one too wide", Group, "masks", "keys <= lowest", "keys < lowest", reference),
-    Mutation("window one too narrow near by", Group, "masks",
+    TwoZoneMutation("first token hidden", Group, "masks", "(near < 0)", "(near < 1)", reference),
+    TwoZoneMutation("window one too wide", Group, "masks",
+             "keys <= lowest", "keys < lowest", reference),
+    TwoZoneMutation("window one too narrow near by", Group, "masks",
              "near <= lowest", "near <= lowest + 1", reference),
     # ---- the zone rule
-    Mutation("zone of the tree's root for all its rows", Group, "masks",
+    TwoZoneMutation("zone of the tree's root for all its rows", Group, "masks",
              "keys > p - NEAR", "keys > p.min() - NEAR"),
-    Mutation("near zone in order of slots, not of the path", SequenceRows, "positions_and_near",
+    TwoZoneMutation("near zone in order of slots, not of the path",
+             SequenceRows, "positions_and_near",
              "near[row, :-1] = near[parent, 1:]", "near[row, :-1] = slot + window[:-1]"),
-    Mutation("near zone not shifted from parent to child", SequenceRows, "positions_and_near",
+    TwoZoneMutation("near zone not shifted from parent to child",
+             SequenceRows, "positions_and_near",
              "near[parent, 1:]", "near[parent, :-1]"),
-    Mutation("near zone begins a token early", SequenceRows, "positions_and_near",
+    TwoZoneMutation("near zone begins a token early", SequenceRows, "positions_and_near",
              "near[row] = self.start + window", "near[row] = self.start + window - 1"),
-    Mutation("near zone without the row itself", SequenceRows, "positions_and_near",
+    TwoZoneMutation("near zone without the row itself", SequenceRows, "positions_and_near",
              "near[row, -1] = slot", "near[row, -1] = slot - 1"),
     Mutation("trees taken for chains", SequenceRows, "positions_and_near",
              "if self.is_chain:", "if True:"),
@@ -188,10 +203,17 @@ MUTATIONS = [
              "self._cache.move_sequence(last.place, sequence.place, last.committed)", "pass"),
     Mutation("last block of a moved sequence forgotten", KvCache, "move_sequence",
              "-(-num_slots // BLOCK)", "num_slots // BLOCK"),
-    Mutation("results of batch mates swapped", rows_module, "_build_group",
+    TwoZoneMutation("results of batch mates swapped", two_zone, "_build_group",
              "scatter.append(i * width + ", "scatter.append((count - 1 - i) * width + "),
-    Mutation("keys written one slot late", target_module, "build_rows",
-             "cache.key_offsets(owners, slots)", "cache.key_offsets(owners, slots + 1)"),
+    Mutation("one row's values written for all", path_attention, "_store",
+             "= value[row, head, d]", "= value[0, head, d]"),
+    # ---- the path
+    Mutation("the first of the near slots for the last", path_attention, "_attend",
+             "near.shape[1] - (length - start) :", ": length - start"),
+    Mutation("window one too narrow on the path", path_attention, "_attend",
+             "np.int64(length - window)", "np.int64(length - window + 1)", reference),
+    Mutation("a tree row does not see itself", target_module, "build_rows",
+             "lengths = positions + 1", "lengths = np.maximum(positions, starts)"),
     # ---- the block
     Mutation("rotation the other way round", LeanDecoder, "forward",
              "query_key.roll(size // 2, -1), sin", "query_key.roll(size // 2, -1), -sin",

@@ -1,6 +1,6 @@
 """The target's forward pass: one lean block for the Llama family, transformers' modules otherwise.
 
-Both read `Rows`, write their keys and values through `TwoZoneAttention` and return logits.
+Both read `Rows`, store keys and values and attend through `Attention`, and return logits.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
-from valuspec.engine.attention import TwoZoneAttention
-from valuspec.engine.kv_cache import KvCache
+from valuspec.engine.attention import Attention
 from valuspec.engine.linear import PackedLinear
+from valuspec.engine.norm import RmsNorm
 from valuspec.engine.rows import Rows
 from valuspec.errors import ModelError
 
@@ -30,8 +30,8 @@ STATIC_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 class Decoder(Protocol):
     """A target model's forward pass."""
 
-    def forward(self, rows: Rows, cache: KvCache) -> torch.Tensor:
-        """Store the rows' keys and values; return logits [len(rows.logit_rows), vocabulary]."""
+    def forward(self, rows: Rows, attention: Attention) -> torch.Tensor:
+        """Return logits [len(rows.logit_rows), vocabulary]; `attention` was made for `rows`."""
         ...
 
 
@@ -46,12 +46,12 @@ def build_decoder(model: PreTrainedModel, max_model_len: int) -> Decoder:
 
 @dataclass(slots=True)
 class _Layer:
-    input_norm: torch.Tensor
+    input_norm: RmsNorm
     qkv: PackedLinear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     output: PackedLinear
-    post_norm: torch.Tensor
+    post_norm: RmsNorm
     gate_up: PackedLinear
     down: PackedLinear
     window: int | None
@@ -69,7 +69,7 @@ class LeanDecoder:
         self.scaling: float = attention.scaling
         self.eps: float = config.rms_norm_eps
         self.embedding: torch.Tensor = model.model.embed_tokens.weight.detach()
-        self.norm: torch.Tensor = model.model.norm.weight.detach()
+        self.norm = RmsNorm(model.model.norm.weight, self.eps)
         self.head = PackedLinear(model.lm_head.weight, model.lm_head.bias)
         self.layers = [_pack_layer(layer, config) for layer in model.model.layers]
         with torch.inference_mode():
@@ -82,14 +82,13 @@ class LeanDecoder:
         self.sin: torch.Tensor = (sin[0] * sign)[:, None]
 
     @torch.inference_mode()
-    def forward(self, rows: Rows, cache: KvCache) -> torch.Tensor:
-        attention = TwoZoneAttention(rows, cache)
+    def forward(self, rows: Rows, attention: Attention) -> torch.Tensor:
         hidden = self.embedding.index_select(0, rows.token_ids)
         cos = self.cos.index_select(0, rows.positions)
         sin = self.sin.index_select(0, rows.positions)
         heads, kv_heads, size = self.num_heads, self.num_kv_heads, self.head_size
         for index, layer in enumerate(self.layers):
-            x = functional.rms_norm(hidden, hidden.shape[-1:], layer.input_norm, self.eps)
+            x = layer.input_norm(hidden)
             qkv = layer.qkv(x).view(len(x), heads + 2 * kv_heads, size)
             query_key, value = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
             if layer.q_norm is not None:
@@ -101,12 +100,10 @@ class LeanDecoder:
             query, key = query_key[:, :heads] * self.scaling, query_key[:, heads:]
             x = attention.attend(index, query, key, value, window=layer.window)
             hidden = hidden + layer.output(x)
-            x = functional.rms_norm(hidden, hidden.shape[-1:], layer.post_norm, self.eps)
+            x = layer.post_norm(hidden)
             gate, up = layer.gate_up(x).chunk(2, dim=-1)
             hidden = hidden + layer.down(functional.silu(gate).mul_(up))
-        hidden = hidden.index_select(0, rows.logit_rows)
-        hidden = functional.rms_norm(hidden, hidden.shape[-1:], self.norm, self.eps)
-        logits: torch.Tensor = self.head(hidden)
+        logits: torch.Tensor = self.head(self.norm(hidden.index_select(0, rows.logit_rows)))
         return logits
 
 
@@ -116,12 +113,12 @@ def _pack_layer(layer: Any, config: Any) -> _Layer:
     if config.model_type == "mistral":
         window = config.sliding_window
     return _Layer(
-        input_norm=layer.input_layernorm.weight.detach(),
+        input_norm=RmsNorm(layer.input_layernorm.weight, config.rms_norm_eps),
         qkv=_fuse(attention.q_proj, attention.k_proj, attention.v_proj),
         q_norm=_weight_of(attention, "q_norm"),
         k_norm=_weight_of(attention, "k_norm"),
         output=_fuse(attention.o_proj),
-        post_norm=layer.post_attention_layernorm.weight.detach(),
+        post_norm=RmsNorm(layer.post_attention_layernorm.weight, config.rms_norm_eps),
         gate_up=_fuse(mlp.gate_proj, mlp.up_proj),
         down=_fuse(mlp.down_proj),
         window=window,
@@ -141,7 +138,7 @@ def _fuse(*linears: nn.Linear) -> PackedLinear:
     return PackedLinear(weight, torch.cat([linear.bias.detach() for linear in linears]))
 
 
-_IMPLEMENTATION = "valuspec_two_zone"
+_IMPLEMENTATION = "valuspec"
 
 
 class TransformersDecoder:
@@ -150,7 +147,7 @@ class TransformersDecoder:
     def __init__(self, model: Any) -> None:
         self.model = model
         _pack_linears(model)
-        self._attention: TwoZoneAttention | None = None
+        self._attention: Attention | None = None
         self._layers_seen = 0
         # One registry entry per instance: the function finds its forward through the closure.
         name = f"{_IMPLEMENTATION}_{id(self)}"
@@ -158,8 +155,8 @@ class TransformersDecoder:
         model.config._attn_implementation = name
 
     @torch.inference_mode()
-    def forward(self, rows: Rows, cache: KvCache) -> torch.Tensor:
-        self._attention = TwoZoneAttention(rows, cache)
+    def forward(self, rows: Rows, attention: Attention) -> torch.Tensor:
+        self._attention = attention
         self._layers_seen = 0
         logits: torch.Tensor = self.model(
             input_ids=rows.token_ids[None],
@@ -167,10 +164,11 @@ class TransformersDecoder:
             use_cache=False,
             logits_to_keep=rows.logit_rows,
         ).logits
-        if self._layers_seen != cache.num_layers:
+        if self._layers_seen != attention.cache.num_layers:
             raise ModelError(
-                f"{self.model.config.model_type}: {self._layers_seen} of {cache.num_layers} layers "
-                "use transformers' attention interface; this architecture is not supported"
+                f"{self._layers_seen} of {attention.cache.num_layers} layers of this "
+                f"{self.model.config.model_type} model use transformers' attention interface; "
+                "the architecture is not supported"
             )
         return logits[0]
 

@@ -39,17 +39,16 @@ class ProbeResult:
 
 
 def choose_exact_mode(target: Target) -> tuple[ExactMode, int]:
-    """Fastest mode that passes the probe, with its row padding; ("fast", 2) if none does."""
+    """Fastest mode that passes the probe, with its row padding; ("fast", 4) if none does."""
     modes: tuple[tuple[ExactMode, int], ...] = (
-        ("rows", 2),
-        ("rows", 4),  # fp32: MKL's kernels take four rows at a time
+        ("rows", 4),
         ("envelope", ENVELOPE),
     )
     for mode, min_width in modes:
         target.min_width = min_width
         if probe(target).exact:
             return mode, min_width
-    return "fast", 2
+    return "fast", 4
 
 
 def probe(target: Target, *, num_trees: int = 12, seed: int = 0) -> ProbeResult:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from valuspec.engine.attention import Attention, attention_for
 from valuspec.engine.decoder import Decoder, build_decoder
 from valuspec.engine.kv_cache import KvCache
 from valuspec.engine.rows import NEAR, SequenceRows, build_rows
@@ -44,8 +45,9 @@ class Target:
     head_size: int
     dtype: torch.dtype
     device: torch.device
+    attention: type[Attention]
     exact_mode: ExactMode = "fast"
-    min_width: int = 2
+    min_width: int = 4
 
     @classmethod
     def load(
@@ -90,6 +92,7 @@ class Target:
             head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
             dtype=weight.dtype,
             device=weight.device,
+            attention=attention_for(weight.device, weight.dtype),
         )
 
     @property
@@ -141,8 +144,8 @@ class Target:
         wanted = np.arange(count) if logit_rows is None else logit_rows
         if len(wanted) == 0:
             wanted = np.zeros(1, np.int64)
-        rows = build_rows(groups, cache, wanted, min_width=self.min_width)
-        return self.decoder.forward(rows, cache)[: len(wanted)]
+        rows = build_rows(groups, wanted, cache.device, min_width=self.min_width)
+        return self.decoder.forward(rows, self.attention(rows, cache))[: len(wanted)]
 
     @property
     def max_tree_depth(self) -> int:
