@@ -55,7 +55,7 @@ def probe(target: Target, *, num_trees: int = 12, seed: int = 0) -> ProbeResult:
     """Compare random trees with one-token decoding at the target's present row padding."""
     rng = np.random.default_rng(seed)
     checked = equal = 0
-    starts = [s for s in _STARTS if s + 2 * NEAR < target.max_model_len]
+    starts = [s for s in _STARTS if s + 2 * NEAR < target.max_model_len] or [0]
     tokens = rng.integers(0, target.vocab_size, max(starts) + NEAR)
     cache = target.new_cache(2)
     cache.reserve(len(tokens) + ENVELOPE)
