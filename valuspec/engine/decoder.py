@@ -5,7 +5,6 @@ Both read `Rows`, store keys and values and attend through `Attention`, and retu
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -202,10 +201,10 @@ class TransformersDecoder:
         return out.view(1, len(out), query.shape[1], query.shape[3]), None
 
 
-def _pack_linears(module: nn.Module, wrap: Callable[..., nn.Module] = PackedLinear) -> None:
+def _pack_linears(module: nn.Module) -> None:
     """Replace every nn.Linear below `module` by its packed counterpart."""
     for name, child in module.named_children():
         if type(child) is nn.Linear:
-            setattr(module, name, wrap(child.weight, child.bias))
+            setattr(module, name, PackedLinear(child.weight, child.bias))
         else:
-            _pack_linears(child, wrap)
+            _pack_linears(child)

@@ -74,8 +74,8 @@ class PathAttention:
             rows.starts,
             rows.lengths,
             rows.near,
-            window or math.inf,
-            softcap or 0.0,
+            float(window or math.inf),
+            float(softcap or 0.0),
             out.numpy(),
         )
         step = len(self._scratch)
@@ -179,38 +179,37 @@ def _attend(
                 score = scratch[g, lowest:length]
                 score[:] = np.float32(0)
                 at = lowest
-                while at < start:
-                    block, low = at // block_size, at % block_size
-                    high = min(block_size, low + start - at)
-                    part = score[at - lowest : at - lowest + high - low]
-                    _add_scores(part, q, keys[block, sequence, head], low)
-                    at += high - low
                 while at < length:
-                    slot = path[at - start]
-                    block, low = slot // block_size, slot % block_size
-                    part = score[at - lowest : at - lowest + 1]
+                    block, low, count = _run(at, start, path, block_size)
+                    part = score[at - lowest : at - lowest + count]
                     _add_scores(part, q, keys[block, sequence, head], low)
-                    at += 1
+                    at += count
                 if softcap > 0:
                     for j in range(score.size):
                         score[j] = np.float32(softcap * math.tanh(score[j] / softcap))
                 total = _soften(score)
                 result[:] = np.float32(0)
                 at = lowest
-                while at < start:
-                    block, low = at // block_size, at % block_size
-                    high = min(block_size, low + start - at)
-                    part = score[at - lowest : at - lowest + high - low]
-                    _add_values(result, part, values[block, sequence, head], low)
-                    at += high - low
                 while at < length:
-                    slot = path[at - start]
-                    block, low = slot // block_size, slot % block_size
-                    part = score[at - lowest : at - lowest + 1]
+                    block, low, count = _run(at, start, path, block_size)
+                    part = score[at - lowest : at - lowest + count]
                     _add_values(result, part, values[block, sequence, head], low)
-                    at += 1
+                    at += count
                 for d in range(result.size):
                     result[d] /= total
+
+
+@kernel
+def _run(at: Any, start: Any, path: Any, block_size: int) -> tuple[int, int, int]:
+    """(block, first slot within it, keys in a row) of the run of neighbours that key `at` begins.
+
+    Below `start` a run reaches to the block's end; along the tree every key stands alone.
+    """
+    if at < start:
+        low = at % block_size
+        return at // block_size, low, min(block_size - low, start - at)
+    slot = path[at - start]
+    return slot // block_size, slot % block_size, 1
 
 
 @kernel
