@@ -10,33 +10,15 @@ restart and forgets expired ids at each write.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.client import Pipeline
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError, ResponseError
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from retrieval.codec import MAX_BLOB_BYTES
-from retrieval.store import DEFAULT_TTL_S, StoreError, StoreErrorKind
-
-_REPLY_KINDS: dict[str, StoreErrorKind] = {
-    "OOM": "full",
-    "READONLY": "readonly",
-    "NOAUTH": "auth",
-    "WRONGPASS": "auth",
-    "NOPERM": "auth",
-    "LOADING": "loading",
-    "MOVED": "moved",
-    "MASTERDOWN": "readonly",
-    "MISCONF": "readonly",
-}
+from retrieval.redis_client import connect, error_kind, execute, guard
+from retrieval.store import DEFAULT_TTL_S, StoreError
 
 
 class RedisStore:
@@ -68,7 +50,7 @@ class RedisStore:
         for tree_id in tree_ids:
             # Unlike GET, GETRANGE bounds the reply: one byte too many tells a giant value.
             pipeline.getrange(_tree_key(namespace, tree_id), 0, MAX_BLOB_BYTES)
-        return [_blob(reply) for reply in await _guard(pipeline.execute(raise_on_error=False))]
+        return [_blob(reply) for reply in await guard(pipeline.execute(raise_on_error=False))]
 
     async def put(self, namespace: str, tree_id: int, blob: bytes) -> None:
         now = time.time()
@@ -76,7 +58,7 @@ class RedisStore:
         pipeline.set(_tree_key(namespace, tree_id), blob, ex=self._ttl_s)
         pipeline.zadd(_listing_key(namespace), {str(tree_id): now + self._ttl_s})
         pipeline.zremrangebyscore(_listing_key(namespace), "-inf", now)
-        await _execute(pipeline)
+        await execute(pipeline)
 
     async def drop(self, namespace: str, tree_ids: Sequence[int]) -> None:
         if not tree_ids:
@@ -84,13 +66,13 @@ class RedisStore:
         pipeline = self._client().pipeline(transaction=False)
         pipeline.unlink(*(_tree_key(namespace, tree_id) for tree_id in tree_ids))
         pipeline.zrem(_listing_key(namespace), *map(str, tree_ids))
-        await _execute(pipeline)
+        await execute(pipeline)
 
     async def tree_ids(self, namespace: str, limit: int) -> list[int]:
         if limit <= 0:
             return []
         client = self._client()
-        reply = await _guard(
+        reply = await guard(
             client.zrange(
                 _listing_key(namespace),
                 "+inf",
@@ -110,51 +92,13 @@ class RedisStore:
 
     def _client(self) -> Redis:
         if self._redis is None:
-            pool = BlockingConnectionPool.from_url(
+            self._redis = connect(
                 self._url,
+                connect_timeout_s=self._connect_timeout_s,
+                read_timeout_s=self._read_timeout_s,
                 max_connections=self._max_connections,
-                timeout=self._read_timeout_s,
-                socket_connect_timeout=self._connect_timeout_s,
-                socket_timeout=self._read_timeout_s,
-                # The defaults retry ten times with back-off: close to a minute for one call.
-                retry=Retry(NoBackoff(), 0),
-                health_check_interval=30,
-                protocol=2,
             )
-            self._redis = Redis.from_pool(pool)
         return self._redis
-
-
-async def _guard(call: Awaitable[Any]) -> Any:
-    """Await a redis-py call and turn whatever it raises into StoreError."""
-    try:
-        return await call
-    except (RedisError, OSError) as error:
-        raise StoreError(_kind(error), str(error)) from error
-    except (ValueError, TypeError, AttributeError, asyncio.IncompleteReadError) as error:
-        # A peer that does not speak the protocol makes the reply parser fail in its own ways.
-        raise StoreError("protocol", f"{type(error).__name__}: {error}") from error
-
-
-async def _execute(pipeline: Pipeline) -> None:
-    """Run a pipeline; raise StoreError for the first error among its replies."""
-    for reply in await _guard(pipeline.execute(raise_on_error=False)):
-        if isinstance(reply, Exception):
-            raise StoreError(_kind(reply), str(reply)) from reply
-
-
-def _kind(error: Exception) -> StoreErrorKind:
-    if isinstance(error.__cause__, RedisError):  # failed while connecting: the reason is inside
-        return _kind(error.__cause__)
-    if isinstance(error, RedisTimeoutError | TimeoutError):
-        return "timeout"
-    # redis-py moves the code of the replies it knows from the text to status_code.
-    code = getattr(error, "status_code", None) or str(error).partition(" ")[0]
-    if code in _REPLY_KINDS:
-        return _REPLY_KINDS[code]
-    if isinstance(error, RedisConnectionError | OSError):
-        return "busy" if str(error) == "No connection available." else "unreachable"
-    return "protocol"
 
 
 def _blob(reply: object) -> bytes | None:
@@ -164,7 +108,7 @@ def _blob(reply: object) -> bytes | None:
     if isinstance(reply, ResponseError) and str(reply).startswith("WRONGTYPE"):
         return b"\0"  # something that is no blob lies under the key: refused by the codec
     if isinstance(reply, Exception):
-        raise StoreError(_kind(reply), str(reply)) from reply
+        raise StoreError(error_kind(reply), str(reply)) from reply
     raise StoreError("protocol", f"GETRANGE answered {type(reply).__name__}")
 
 
