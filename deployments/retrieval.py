@@ -9,6 +9,7 @@ from typing import Any
 
 from deployments.settings import AppArgs
 from retrieval import RetrievalService, Retrieved
+from retrieval.locations import valkey_folder
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class Retrieval:
         url = args.redis_url or os.environ.get("REDIS_URL")
         self._server = None
         if not url:
-            folder = Path(args.valkey_dir) if args.valkey_dir else _cache_folder() / "valkey"
+            folder = Path(args.valkey_dir) if args.valkey_dir else valkey_folder()
             self._server = EmbeddedValkey(folder).start()
             url = self._server.url
         self._service = RetrievalService(RedisStore(url), FaissIndex, vocab_size=_ANY_VOCAB_SIZE)
@@ -52,9 +53,3 @@ class Retrieval:
         await self._service.aclose()
         if self._server is not None:
             self._server.stop()
-
-
-def _cache_folder() -> Path:
-    if chosen := os.environ.get("VALUSPEC_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "valuspec"

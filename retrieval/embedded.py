@@ -13,6 +13,7 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 
+from retrieval.locations import SOCKET_NAME
 from valuspec.errors import ValuSpecError
 
 _MAX_SOCKET_PATH = 100  # the kernel's limit is 108 bytes, 104 on macOS
@@ -68,7 +69,7 @@ class EmbeddedValkey:
         else:
             folder = self._data_dir.absolute()
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        socket = folder / "valkey.sock"
+        socket = folder / SOCKET_NAME
         if len(os.fsencode(socket)) > _MAX_SOCKET_PATH:
             raise EmbeddedValkeyError(
                 f"{socket} is longer than {_MAX_SOCKET_PATH} bytes, too long for a unix socket: "

@@ -9,6 +9,7 @@ import pytest
 from redis import Redis
 
 from retrieval.embedded import EmbeddedValkey, EmbeddedValkeyError
+from retrieval.locations import NoStoreError, store_url, valkey_folder
 from tests.support.servers import admin
 
 
@@ -71,3 +72,17 @@ def test_the_server_of_a_killed_process_is_replaced(tmp_path: Path) -> None:
             assert fresh.get("kept") == b"yes"
             # The old connection leads to no second server: it is dead, or it is the new one's.
             assert client.info("server")["process_id"] == valkey.pid
+
+
+def test_commands_find_the_server_that_runs(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("VALUSPEC_CACHE", str(tmp_path))
+    with pytest.raises(NoStoreError, match="valuspec serve"):
+        store_url()
+    with EmbeddedValkey(valkey_folder()) as valkey:
+        assert store_url() == valkey.url
+        monkeypatch.setenv("REDIS_URL", "redis://elsewhere")
+        assert store_url() == "redis://elsewhere"
+        assert store_url("redis://given") == "redis://given"
+    monkeypatch.delenv("REDIS_URL")
+    with pytest.raises(NoStoreError, match="--redis-url"):
+        store_url()
