@@ -24,7 +24,7 @@ ALLOWED = {
 #: Modules that may import transformers.
 TRANSFORMERS_ONLY_IN = ROOT / "valuspec" / "engine"
 #: What retrieval may know of valuspec: data, not the engine.
-RETRIEVAL_SEES = {"valuspec.tree", "valuspec.errors"}
+RETRIEVAL_SEES = {"valuspec.tree", "valuspec.errors", "valuspec.cost"}
 #: Deserialisers that run code, wherever the bytes come from.
 BANNED = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,3 +68,13 @@ class CostStaircase:
 
     def to_json(self) -> dict[str, list[float]]:
         return {"rows": list(self.rows), "seconds": list(self.seconds)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> CostStaircase:
+        """What `to_json` wrote; raises ThresholdError, also for what is no staircase at all."""
+        try:
+            rows = tuple(int(n) for n in data["rows"])
+            seconds = tuple(float(s) for s in data["seconds"])
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ThresholdError(f"not a cost staircase: {error!r}") from error
+        return cls(rows, seconds)
