@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from retrieval.trajectory_log.codec import MAX_FILE_BYTES, LogFile, LogFileRejectedError, decode
+from retrieval.trajectory_log.files import log_files
 from retrieval.trajectory_log.schema import LoggedTrajectory
 from valuspec.cost import CostStaircase
 
 _log = logging.getLogger(__name__)
-
-SUFFIX = ".parquet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +30,6 @@ class LogRead:
     costs: dict[int, CostStaircase] = field(default_factory=dict)
     files_read: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
-
-
-def log_files(paths: Iterable[str | Path]) -> list[Path]:
-    """The files to read: those given, and of a folder its *.parquet, not those of subfolders."""
-    found: list[Path] = []
-    for path in map(Path, paths):
-        found += sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
-    return found
 
 
 def read_log(paths: Iterable[str | Path], *, model_fingerprint: str | None = None) -> LogRead:
