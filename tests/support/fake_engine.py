@@ -117,11 +117,8 @@ class FakeEngine:
         running.output.extend(token_ids)
         stats.num_prompt_tokens = len(prompt)
         stats.num_output_tokens += num_new
-        stats.num_steps += 1
-        stats.num_draft_tokens += 3
         stats.num_offered_nodes += 5
-        stats.num_accepted_tokens += num_new - 1
-        stats.acceptance_histogram[num_new - 1] += 1
+        stats.add_step(kept=3, accepted=num_new - 1, batch_size=self.num_running, forward_s=0.001)
         stats.threshold_version = self.thresholds.version
         finish_reason: FinishReason | None = None
         if bytes(prompt).decode(errors="replace") in self.fail_requests and start:

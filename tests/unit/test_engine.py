@@ -145,6 +145,29 @@ def test_batches_with_requests_joining_and_leaving(batch_size: int) -> None:
         assert results[r.request_id].visible == expected.visible
 
 
+def test_every_step_is_recorded() -> None:
+    futures, requests = {}, []
+    for seed in range(3):
+        r, truth = case(seed, 20)
+        futures[r.prompt_ids] = truth.token_ids
+        requests.append(r)
+    drafter = scripted(target(), futures, hidden_truth)
+    results = run(engine_of(target(), drafter, max_batch_size=2), requests)
+    for result in results.values():
+        stats = result.stats
+        assert stats is not None
+        assert len(stats.kept) == len(stats.accepted) == len(stats.batch_size) == stats.num_steps
+        assert sum(stats.kept) == stats.num_draft_tokens > 0
+        assert sum(stats.accepted) == stats.num_accepted_tokens > 0
+        assert [stats.accepted.count(k) for k in range(17)] == stats.acceptance_histogram
+        reached = 1 + stats.num_accepted_tokens + stats.num_steps  # perhaps past the end
+        assert reached - stats.accepted[-1] <= stats.num_output_tokens <= reached
+    shared = [result.stats.batch_size for result in results.values()]
+    assert shared[0][0] == 1, "the second prompt is computed beside the first decode step"
+    assert {size for sizes in shared for size in sizes} == {1, 2}
+    assert sum(sizes.count(2) for sizes in shared) % 2 == 0, "both take part in a shared forward"
+
+
 def test_cancelled_requests_leave_the_others_alone() -> None:
     """Cancel at the front, in the middle and at the end of the batch, and a waiting one."""
     cases = [case(seed, length) for seed, length in ((1, 5), (2, 30), (3, BLOCK - 12), (4, 60))]

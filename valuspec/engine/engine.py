@@ -192,9 +192,13 @@ class Engine:
             offset += len(tree)
         self._commit(sequences, rows, verdicts)
         outputs = []
-        for sequence, verdict in zip(sequences, verdicts, strict=True):
-            sequence.stats.num_steps += 1
-            sequence.stats.forward_s += forward_s
+        for sequence, tree, verdict in zip(sequences, rows, verdicts, strict=True):
+            sequence.stats.add_step(
+                kept=len(tree) - 1,
+                accepted=len(verdict.accepted_rows),
+                batch_size=len(sequences),
+                forward_s=forward_s,
+            )
             outputs.append(sequence.emit(verdict.token_ids))
         elapsed = time.perf_counter() - started
         for sequence in sequences:
@@ -236,7 +240,6 @@ class Engine:
         stats.draft_s += drafted - started
         stats.valuation_s += valued - drafted
         stats.num_offered_nodes += len(candidate)
-        stats.num_draft_tokens += len(tree)
         return tree
 
     def _verify(self, sequence: Sequence, rows: SequenceRows, logits: torch.Tensor) -> Verdict:
@@ -263,10 +266,7 @@ class Engine:
                     places.append(sequence.place)
                     sources.append(tree.start + row)
                     targets.append(tree.start + order)
-            accepted = len(verdict.accepted_rows)
-            sequence.committed += 1 + accepted
-            sequence.stats.num_accepted_tokens += accepted
-            sequence.stats.acceptance_histogram[accepted] += 1
+            sequence.committed += 1 + len(verdict.accepted_rows)
         if places:
             self._cache.move(np.array(places), np.array(sources), np.array(targets))
 

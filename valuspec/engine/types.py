@@ -78,6 +78,12 @@ class RequestStats:
     num_accepted_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=lambda: [0] * 17)
     """Entry k counts the steps that accepted k draft tokens."""
+    kept: list[int] = field(default_factory=list)
+    """Nodes verified in each step."""
+    accepted: list[int] = field(default_factory=list)
+    """Draft tokens accepted in each step."""
+    batch_size: list[int] = field(default_factory=list)
+    """Requests that shared each step's forward, this one included."""
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -85,6 +91,17 @@ class RequestStats:
     valuation_s: float = 0.0
     forward_s: float = 0.0
     threshold_version: str = ""
+
+    def add_step(self, *, kept: int, accepted: int, batch_size: int, forward_s: float) -> None:
+        """Count one step."""
+        self.num_steps += 1
+        self.num_draft_tokens += kept
+        self.num_accepted_tokens += accepted
+        self.acceptance_histogram[accepted] += 1
+        self.forward_s += forward_s
+        self.kept.append(kept)
+        self.accepted.append(accepted)
+        self.batch_size.append(batch_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
