@@ -8,6 +8,8 @@
    forward -> accept + bonus token -> commit keys and values
 4. telemetry and draft-tree write-back: off the path, never blocking
 
+Beside all requests, target replicas and valuation poll retrieval for published threshold sets.
+
 No call leaves the replica during a step: a call costs 0.5 to 2 ms, a step a few.
 """
 
@@ -27,7 +29,7 @@ _NO_CPU = {"num_cpus": 0}
 
 def build_app(args: AppArgs) -> Application:
     """Gateway -> target replicas -> valuation <- retrieval."""
-    # In user_config a new threshold set reaches running replicas; in args it would restart them.
+    # Which sets to follow. Here a change reaches running replicas; in args it would restart them.
     thresholds = {"threshold_file": args.threshold_file}
     capacity = args.max_batch_size + args.max_waiting
 
@@ -42,7 +44,7 @@ def build_app(args: AppArgs) -> Application:
         user_config=thresholds,
         max_ongoing_requests=256,
         ray_actor_options=_NO_CPU,
-    )(Valuation).bind()
+    )(Valuation).bind(retrieval if args.retrieval else None)
     target = serve.deployment(
         name="Target",
         num_replicas=args.num_replicas,

@@ -148,6 +148,11 @@ def _add_routes(app: FastAPI, target: TargetPort, args: AppArgs, keys: ApiKeys) 
         """Counters of one replica since it started; Ray's metrics cover all of them."""
         return await target.stats()
 
+    @app.get("/v1/valuspec/thresholds")
+    async def thresholds() -> dict[str, Any]:
+        """The set one replica uses and why, what is published, and what the others use."""
+        return await target.thresholds()
+
     @app.post("/v1/valuspec/filter")
     async def filter_tree(body: FilterRequest) -> dict[str, Any]:
         """Value a draft tree of any framework and say which nodes to verify."""

@@ -89,5 +89,6 @@ class ModelCard:
     exact: bool
     exact_mode: str
     dtype: str
+    model_fingerprint: str
     loaded_at: int
     """Unix seconds."""

@@ -35,6 +35,7 @@ class TargetPort(Protocol):
     ) -> list[int]: ...
     async def decode(self, token_ids: list[int]) -> str: ...
     async def stats(self) -> dict[str, Any]: ...
+    async def thresholds(self) -> dict[str, Any]: ...
     async def filter(self, body: FilterRequest) -> dict[str, Any]: ...
 
 
@@ -78,8 +79,12 @@ class HandlePort:
     async def stats(self) -> dict[str, Any]:
         return cast(dict[str, Any], await _ready(self._target.stats.remote()))
 
+    async def thresholds(self) -> dict[str, Any]:
+        return cast(dict[str, Any], await _ready(self._target.thresholds.remote()))
+
     async def filter(self, body: FilterRequest) -> dict[str, Any]:
-        reply = await _ready(self._valuation.filter.remote(body))
+        model = (await self.card()).model_fingerprint
+        reply = await _ready(self._valuation.filter.remote(body, model))
         return cast(dict[str, Any], _accepted(reply))
 
 

@@ -1,4 +1,7 @@
-"""The retrieval deployment: the one process that holds the FAISS index and talks to Redis."""
+"""The retrieval deployment: the one process that holds the FAISS index and talks to Redis.
+
+So it also hands published threshold sets to the replicas.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from deployments.publishing import Polled, ReplicaReport, ThresholdDesk
 from deployments.settings import AppArgs
 from retrieval import RetrievalService, Retrieved
 from retrieval.locations import valkey_folder
+from retrieval.threshold_store import ThresholdStore
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +39,7 @@ class Retrieval:
             self._server = EmbeddedValkey(folder).start()
             url = self._server.url
         self._service = RetrievalService(RedisStore(url), FaissIndex, vocab_size=_ANY_VOCAB_SIZE)
+        self._thresholds = ThresholdDesk(ThresholdStore.at(url))
 
     async def lookup(
         self, namespace: str, prompt_ids: tuple[int, ...], k: int, deadline_s: float
@@ -46,10 +52,23 @@ class Retrieval:
         """Store a finished greedy answer; return what became of it."""
         return await self._service.write_back(namespace, prompt_ids, output_ids)
 
+    async def poll_thresholds(self, report: ReplicaReport) -> Polled:
+        """Which threshold set is in force for the reporting replica's model."""
+        return await self._thresholds.poll(report)
+
+    async def get_thresholds(self, version: str) -> str | None:
+        """The text of a published threshold set."""
+        return await self._thresholds.get(version)
+
+    async def threshold_replicas(self, model: str) -> list[ReplicaReport]:
+        """Which version each replica of the model said it uses."""
+        return self._thresholds.replicas(model)
+
     async def stats(self) -> dict[str, Any]:
         return {"counters": self._service.counters(), "num_trees": self._service.sizes()}
 
     async def __del__(self) -> None:
         await self._service.aclose()
+        await self._thresholds.aclose()
         if self._server is not None:
             self._server.stop()

@@ -28,12 +28,13 @@ from deployments.messages import (
     Reply,
     RetrievalReport,
 )
+from deployments.replica_thresholds import ReplicaThresholds
 from deployments.settings import AppArgs
 from deployments.telemetry import Telemetry
-from deployments.thresholds import ActiveThresholds
 from retrieval.namespace import namespace
 from valuspec.engine.types import GenerationRequest, StepOutput
 from valuspec.errors import RequestError
+from valuspec.thresholds import ThresholdSet
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +68,10 @@ class TargetReplica:
         self._args = args
         self._telemetry = Telemetry()
         self._target, self._engine = load(args)
-        self._thresholds = ActiveThresholds(self._target.model_fingerprint)
         self._loop = EngineLoop(self._engine)
+        self._thresholds = ReplicaThresholds(
+            self._target.model_fingerprint, retrieval, self._telemetry, self._swap_thresholds
+        )
         self._drafts: DraftStore | None = None
         if retrieval is not None and valuation is not None:
             self._drafts = DraftStore(
@@ -86,15 +89,14 @@ class TargetReplica:
         if not self._target.exact:
             logger.error("output identity could NOT be proved on this machine (exact: false)")
 
-    def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Serve's hook: swap the threshold set; running requests keep theirs."""
-        before = self._thresholds.current
-        if not self._thresholds.apply(user_config):
-            self._telemetry.count("valuspec_thresholds_refused")
-        thresholds = self._thresholds.current
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve's hook, at the start and for each change: which threshold set to use."""
+        self._thresholds.apply(user_config)
+        await self._thresholds.follow()
+
+    def _swap_thresholds(self, thresholds: ThresholdSet) -> None:
+        """For requests that begin from now on; running ones keep theirs."""
         self._loop.run(lambda: setattr(self._engine, "thresholds", thresholds))
-        self._telemetry.gauge("valuspec_threshold_version", 0, version=before.version)
-        self._telemetry.gauge("valuspec_threshold_version", 1, version=thresholds.version)
 
     def check_health(self) -> None:
         """Serve's hook: raise when the engine makes no progress, to be replaced by Serve."""
@@ -270,6 +272,7 @@ class TargetReplica:
             exact=self._target.exact,
             exact_mode=self._target.exact_mode,
             dtype=self._args.dtype,
+            model_fingerprint=self._target.model_fingerprint,
             loaded_at=self._loaded_at,
         )
 
@@ -284,6 +287,9 @@ class TargetReplica:
             "num_requests_unfinished": self._num_unfinished,
             "totals": self._telemetry.totals() | dict(self._engine.counters),
         }
+
+    async def thresholds(self) -> dict[str, Any]:
+        return await self._thresholds.status()
 
     def __del__(self) -> None:
         self._loop.stop()

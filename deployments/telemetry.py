@@ -43,7 +43,11 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "valuspec_generation_tokens": ("Generated tokens.", ()),
     "valuspec_request_success": ("Finished choices.", ("finished_reason",)),
     "valuspec_requests_refused": ("Requests refused before generation.", ("status",)),
+    "valuspec_threshold_changes": ("Threshold sets taken into use.", ()),
     "valuspec_thresholds_refused": ("Threshold sets refused; the last good one stayed.", ()),
+    "valuspec_threshold_rollbacks": ("Sets given up for being slower than plain decoding.", ()),
+    "valuspec_thresholds_slow": ("Slow sets with nothing to go back to.", ()),
+    "valuspec_threshold_polls_failed": ("Polls of the store that brought nothing.", ("reason",)),
 }
 HISTOGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "valuspec_retrieval_latency_seconds": ("Lookup as the replica sees it.", ("outcome",)),

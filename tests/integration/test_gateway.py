@@ -22,6 +22,7 @@ PROTECTED = [
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/v1/valuspec/stats"),
+    ("GET", "/v1/valuspec/thresholds"),
     ("POST", "/v1/valuspec/filter"),
 ]
 
@@ -259,6 +260,16 @@ def test_filter_values_a_foreign_tree(client) -> None:
     check_error(client.post("/v1/valuspec/filter", json=uneven), 400, param="parents")
     empty = client.post("/v1/valuspec/filter", json={"tokens": [], "parents": []}).json()
     assert (empty["kept"], empty["values"]) == ([], [])
+
+
+def test_thresholds_show_the_set_in_use_and_why(client, port) -> None:
+    shown = client.get("/v1/valuspec/thresholds").json()
+    assert shown["model_fingerprint"] == "fake-model"
+    assert shown["active"]["version"] == port.engine.thresholds.version
+    assert shown["active"]["origin"] == "shipped"
+    assert shown["active"]["buckets"][0]["max_batch_size"] == 1
+    assert shown["active"]["provenance"]["borrowed_from"]
+    assert (shown["pinned"], shown["store"], shown["events"]) == (None, None, [])
 
 
 # -- keys

@@ -85,13 +85,13 @@ def test_thresholds_are_swapped_between_steps_and_bad_ones_refused(
     )
     path = tmp_path / "set.json"
     path.write_text(changed.to_json())
-    replica.reconfigure({"threshold_file": str(path)})
+    asyncio.run(replica.reconfigure({"threshold_file": str(path)}))
     between_steps(replica)
     assert engine.thresholds.version == changed.version
     assert generate(replica, "abc")[-1].report.stats.threshold_version == changed.version
 
     path.write_text("damaged")
-    replica.reconfigure({"threshold_file": str(path)})
+    asyncio.run(replica.reconfigure({"threshold_file": str(path)}))
     between_steps(replica)
     assert engine.thresholds.version == changed.version
     stats = asyncio.run(replica.stats())

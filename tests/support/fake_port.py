@@ -46,8 +46,12 @@ class InProcessPort:
     async def stats(self) -> dict[str, Any]:
         return await self.replica.stats()
 
+    async def thresholds(self) -> dict[str, Any]:
+        return await self.replica.thresholds()
+
     async def filter(self, body: FilterRequest) -> dict[str, Any]:
-        return _accepted(self.valuation.filter(body))
+        model = (await self.replica.card()).model_fingerprint
+        return _accepted(await self.valuation.filter(body, model))
 
 
 def _accepted(reply: Any) -> Any:
