@@ -1,7 +1,10 @@
-"""Verify cost: measured seconds of one target forward, by rows."""
+"""Verify cost: measured seconds of one target forward, by rows and batch size."""
 
 from __future__ import annotations
 
+import math
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -13,6 +16,10 @@ from numpy.typing import NDArray
 from valuspec.errors import ThresholdError
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+MIN_FORWARDS = 16
+"""Fewer timed forwards say nothing about a point of a staircase."""
+WINDOW = 1024
+"""Latest forwards of one batch size that count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +59,20 @@ class CostStaircase:
 
     @classmethod
     def measure(
-        cls, forward: Callable[[int], float], rows: Sequence[int] = ROWS, repeats: int = 5
+        cls,
+        forward: Callable[[int], float],
+        rows: Sequence[int] = ROWS,
+        repeats: int = 5,
+        until: float = math.inf,
     ) -> CostStaircase:
-        """Time `forward(n)`, which runs n rows per request and returns seconds; medians."""
+        """Time `forward(n)`, which runs n rows per request and returns seconds; medians.
+
+        until: `time.perf_counter()` after which no more repeats begin
+        """
         forward(rows[-1])  # warm-up
-        turns = [[forward(n) for n in rows] for _ in range(repeats)]
+        turns = [[forward(n) for n in rows]]
+        while len(turns) < repeats and time.perf_counter() < until:
+            turns.append([forward(n) for n in rows])
         return cls.from_points(rows, [median(times) for times in zip(*turns, strict=True)])
 
     def table(self, max_rows: int) -> NDArray[np.float64]:
@@ -78,3 +94,52 @@ class CostStaircase:
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ThresholdError(f"not a cost staircase: {error!r}") from error
         return cls(rows, seconds)
+
+    def of_batch(self, times: int, rows: Sequence[int]) -> CostStaircase:
+        """An estimate for a batch so many times larger: as if only the sum of rows mattered."""
+        table = self.table(times * rows[-1])
+        return CostStaircase(tuple(rows), tuple(float(table[times * n - 1]) for n in rows))
+
+    def refreshed(self, rows: NDArray[np.float64], seconds: NDArray[np.float64]) -> CostStaircase:
+        """This staircase after timed forwards of `rows` per request, float64 [num_forwards] each.
+
+        Each forward counts for the point nearest to it. Points with too few go the way of their
+        neighbours.
+        """
+        points = np.asarray(self.rows, float)
+        table = self.table(max(2, math.ceil(rows.max(initial=1.0))))
+        ratio = seconds / np.interp(rows, np.arange(1, len(table) + 1), table)
+        nearest = np.searchsorted((points[1:] + points[:-1]) / 2, rows)
+        known = np.flatnonzero(np.bincount(nearest, minlength=len(points)) >= MIN_FORWARDS)
+        if not len(known):
+            return self
+        found = [np.median(ratio[nearest == point]) for point in known]
+        scale = np.interp(points, points[known], found)
+        return self.from_points(self.rows, np.asarray(self.seconds) * scale)
+
+
+class LiveCosts:
+    """The verify costs of this machine: measured once, then held to what forwards really take.
+
+    Use from one thread.
+    """
+
+    def __init__(self, measured: Mapping[int, CostStaircase]) -> None:
+        """measured: cost staircase by batch size; forwards of other batch sizes do not count."""
+        self._measured = dict(measured)
+        self._forwards: dict[int, deque[tuple[float, float]]] = {
+            size: deque(maxlen=WINDOW) for size in measured
+        }
+
+    def add(self, *, batch_size: int, num_rows: int, seconds: float) -> None:
+        """Count one forward; num_rows is the sum over the batch."""
+        if batch_size in self._forwards:
+            self._forwards[batch_size].append((num_rows / batch_size, seconds))
+
+    def current(self) -> dict[int, CostStaircase]:
+        """Cost staircases by batch size."""
+        costs = {}
+        for size, measured in self._measured.items():
+            forwards = np.array(self._forwards[size], float).reshape(-1, 2)
+            costs[size] = measured.refreshed(forwards[:, 0], forwards[:, 1])
+        return costs

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,9 @@ class ThresholdSet:
     """Draft trees of requests less similar than this are not used; cosine, -1 to 1."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
     """How the set came about; JSON values, part of the version."""
+    local_costs: Mapping[int, CostStaircase] = field(default_factory=dict)
+    """Verify costs of the machine that uses the set, by largest batch size; not part of the set.
+    Where there are any, they count in place of those the set was made with."""
 
     def __post_init__(self) -> None:
         """Raise ThresholdError giving the reason the set cannot be used."""
@@ -119,8 +122,24 @@ class ThresholdSet:
     @cached_property
     def prices(self) -> NDArray[np.float64]:
         """Expected tokens b nodes must bring, float64 [num_buckets, MAX_NODES + 1]."""
-        tables = [b.stream_tok_s * b.cost.table(MAX_NODES + 1) for b in self.buckets]
+        tables = [b.stream_tok_s * b.cost.table(MAX_NODES + 1) for b in self._local_buckets]
         return np.stack([t - t[0] for t in tables])
+
+    def plain_step_s(self, batch_size: int) -> float:
+        """Seconds a step of a batch takes without any draft."""
+        return self._local_buckets[self.bucket_index(batch_size)].cost.seconds[0]
+
+    @cached_property
+    def _local_buckets(self) -> tuple[BatchBucket, ...]:
+        """The buckets at local costs. A stream is taken to gain as much over plain decoding here
+        as where the set was made."""
+        costs, local = self.local_costs, []
+        for bucket in self.buckets:
+            sizes = [size for size in costs if size >= bucket.max_batch_size]
+            cost = costs[min(sizes) if sizes else max(costs)] if costs else bucket.cost
+            speed = bucket.cost.seconds[0] / cost.seconds[0]
+            local.append(replace(bucket, cost=cost, stream_tok_s=bucket.stream_tok_s * speed))
+        return tuple(local)
 
     def validate(self, *, model_fingerprint: str) -> ThresholdSet:
         """Return self, or raise ThresholdError if the set was made for another model."""
@@ -246,14 +265,11 @@ def _dense(codes: Sequence[int], counts: Sequence[int]) -> Counts:
 
 
 def _bucket(data: dict[str, Any]) -> BatchBucket:
-    cost = data["cost"]
     return BatchBucket(
         max_batch_size=int(data["max_batch_size"]),
         tau=float(data["tau"]),
         stream_tok_s=float(data["stream_tok_s"]),
-        cost=CostStaircase(
-            tuple(int(n) for n in cost["rows"]), tuple(float(s) for s in cost["seconds"])
-        ),
+        cost=CostStaircase.from_json(data["cost"]),
     )
 
 
