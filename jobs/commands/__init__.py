@@ -1,0 +1,1 @@
+"""Subcommands of `valuspec` that work on recorded answers."""

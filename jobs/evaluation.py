@@ -1,0 +1,210 @@
+"""What thresholds are worth on answers they were not made from, and what else could be done.
+
+Everything here is replay: speedups are over plain decoding, of decoding alone, and leave out what
+drafting and valuation take (under a millisecond a step).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jobs.findings import Bucket, Comparison, Evaluation, Group, Mode
+from jobs.history import Split, tenant_weights
+from jobs.simulation import NodeRecords, Replayed, Scenario, examine, simulate
+from jobs.workers import Workers
+from valuspec import replay
+from valuspec.calibration import score
+from valuspec.cost import CostStaircase
+from valuspec.evidence import Source
+from valuspec.replay import Select, Trajectory
+from valuspec.thresholds import ThresholdSet
+
+FREQUENCY_SIZES = (4, 6, 8, 12, 16, 24, 32)
+CHAIN_LENGTHS = (2, 3, 4, 5, 6, 8, 12)
+CURVE_TAUS = (0.0, 0.01, 0.02, 0.05, 0.08, 0.12, 0.2, 0.3, 0.5, 0.75, 1.0)
+RESAMPLES = 2000
+
+
+def evaluate(
+    trajectories: Sequence[Trajectory],
+    split: Split,
+    thresholds: ThresholdSet,
+    previous: ThresholdSet,
+    workers: Workers,
+    *,
+    batch_shares: Mapping[int, float],
+    num_trees: int,
+) -> Evaluation:
+    """Serve the evaluation part of `split` again and again, each time choosing nodes differently.
+
+    previous:     the set in use
+    batch_shares: share of the traffic's steps by batch size
+    """
+
+    def run(scenario: Scenario, selects: Mapping[str, Select], title: str) -> dict[str, Replayed]:
+        parts = workers.map(
+            lambda known, shard: simulate(known, shard, selects),
+            trajectories,
+            scenario.shards(workers.num_shards),
+            title=title,
+        )
+        return {name: Replayed.concatenate([p[name] for p in parts]) for name in selects}
+
+    costs = {bucket.max_batch_size: bucket.cost for bucket in thresholds.buckets}
+    cost = thresholds.buckets[0].cost
+    modes = _rivals(trajectories, split, cost, run, num_trees)
+    modes |= {"filtered": replay.filtered(thresholds), "oracle": replay.oracle}
+    rivals = dict(modes)
+    sets = {"new": thresholds, "previous": previous}
+    for name, used in sets.items():
+        modes |= {f"{name} {b}": replay.filtered(used, batch_size=b) for b in costs}
+    modes |= {f"tau {tau}": replay.filtered(_with_tau(thresholds, tau)) for tau in CURVE_TAUS}
+
+    before = range(split.evaluation.start)
+    scenario = Scenario(before, split.evaluation, num_trees=num_trees)
+    served = run(scenario, modes, "held-out answers")
+    alone = run(replace(scenario, num_trees=0), rivals, "without retrieval")
+    curve = []
+    for size in _history_sizes(len(before)):
+        known = range(len(before) - size, len(before))
+        at_size = run(
+            Scenario(known, split.evaluation, live=False, num_trees=num_trees),
+            {name: rivals[name] for name in ("chain", "frequency", "filtered")},
+            f"{size} earlier answers",
+        )
+        curve.append((size, {name: r.speedup(cost) for name, r in at_size.items()}))
+    nodes = NodeRecords.concatenate(
+        workers.map(
+            lambda known, shard: examine(known, shard, thresholds, rivals["filtered"]),
+            trajectories,
+            scenario.shards(workers.num_shards),
+            title="candidate nodes",
+        )
+    )
+
+    tenants = [trajectories[i].namespace for i in split.evaluation]
+    weights = tenant_weights(tenants)
+    shares = _shares(batch_shares, thresholds)
+    return Evaluation(
+        num_tokens=int(served["filtered"].tokens.sum()),
+        modes=[Mode.of(name, served[name], cost, weights) for name in rivals],
+        without_retrieval=[Mode.of(name, alone[name], cost, weights) for name in rivals],
+        history_curve=curve,
+        tau_curve=[(tau, served[f"tau {tau}"].speedup(cost, weights)) for tau in CURVE_TAUS],
+        buckets=[
+            Bucket(
+                b.max_batch_size,
+                shares[b.max_batch_size],
+                b.tau,
+                1 / b.cost.seconds[0],
+                served[f"new {b.max_batch_size}"].speedup(b.cost, weights),
+                served[f"previous {b.max_batch_size}"].speedup(b.cost, weights),
+                b.cost,
+            )
+            for b in thresholds.buckets
+        ],
+        comparison=_compare(served, costs, shares, weights),
+        tenants=_by_tenant(tenants, weights, served["filtered"], cost),
+        reliability=score(nodes.value, nodes.taken),
+        by_depth=[
+            _group(str(depth), nodes, nodes.depth == depth)
+            for depth in range(1, int(nodes.depth.max(initial=0)) + 1)
+        ],
+        by_source=[
+            _group(" + ".join(str(s.name).lower() for s in Source if s & bits), nodes,
+                   nodes.sources == bits)
+            for bits in sorted(set(nodes.sources.tolist()))
+        ],
+    )  # fmt: skip
+
+
+def _rivals(
+    trajectories: Sequence[Trajectory],
+    split: Split,
+    cost: CostStaircase,
+    run: Callable[[Scenario, Mapping[str, Select], str], dict[str, Replayed]],
+    num_trees: int,
+) -> dict[str, Select]:
+    """What one would do without valuation, each at its best size on the calibration part."""
+    chains = {f"{n}": replay.longest_match(n) for n in CHAIN_LENGTHS}
+    trees = {f"{n} nodes": replay.most_frequent(n) for n in FREQUENCY_SIZES}
+    tried = run(
+        Scenario(split.history, split.calibration, num_trees=num_trees), chains | trees, "rivals"
+    )
+
+    def best(choices: Mapping[str, Select]) -> Select:
+        return choices[max(choices, key=lambda name: tried[name].speedup(cost))]
+
+    return {"unfiltered": replay.unfiltered, "chain": best(chains), "frequency": best(trees)}
+
+
+def _with_tau(thresholds: ThresholdSet, tau: float) -> ThresholdSet:
+    first = replace(thresholds.buckets[0], tau=tau)
+    return replace(thresholds, buckets=(first, *thresholds.buckets[1:]))
+
+
+def _history_sizes(most: int) -> list[int]:
+    """0, 10, 30, 100, ... and `most` itself."""
+    steps = [n * 10**power for power in range(1, 6) for n in (1, 3)]
+    return [0, *(n for n in steps if n < 0.8 * most), *([most] if most else [])]
+
+
+def _shares(batch_shares: Mapping[int, float], thresholds: ThresholdSet) -> dict[int, float]:
+    """Share of the traffic by bucket; all of it in the first where nothing is known."""
+    shares = dict.fromkeys([b.max_batch_size for b in thresholds.buckets], 0.0)
+    total = sum(batch_shares.values())
+    for size, share in (batch_shares if total else {1: 1.0}).items():
+        bucket = thresholds.buckets[thresholds.bucket_index(size)]
+        shares[bucket.max_batch_size] += share / (total or 1.0)
+    return shares
+
+
+def _compare(
+    served: Mapping[str, Replayed],
+    costs: Mapping[int, CostStaircase],
+    shares: Mapping[int, float],
+    weights: NDArray[np.float64],
+) -> Comparison:
+    def seconds(name: str) -> NDArray[np.float64]:
+        """By request, in the traffic's batch mix."""
+        parts = [shares[b] * served[f"{name} {b}"].seconds(cost) for b, cost in costs.items()]
+        total: NDArray[np.float64] = weights * np.stack(parts).sum(axis=0)
+        return total
+
+    new, previous = seconds("new"), seconds("previous")
+    one_row = sum(shares[b] * cost.seconds[0] for b, cost in costs.items())
+    plain = weights * served[f"new {min(costs)}"].tokens * one_row
+    draws = np.random.default_rng(0).integers(0, len(new), (RESAMPLES, len(new)))
+    gains = previous[draws].sum(1) / new[draws].sum(1) - 1
+    low, high = np.quantile(gains, [0.05, 0.95]).tolist()
+    return Comparison(
+        speedup=float(plain.sum() / new.sum()),
+        previous_speedup=float(plain.sum() / previous.sum()),
+        gain=float(previous.sum() / new.sum() - 1),
+        gain_low=low,
+        gain_high=high,
+    )
+
+
+def _by_tenant(
+    tenants: Sequence[str],
+    weights: NDArray[np.float64],
+    replayed: Replayed,
+    cost: CostStaircase,
+) -> list[tuple[str, int, float, float]]:
+    names = np.array(tenants)
+    rows = []
+    for name in sorted(set(tenants)):
+        of_tenant = names == name
+        speedup = replayed.speedup(cost, of_tenant.astype(float))
+        rows.append((name, int(of_tenant.sum()), float(weights[of_tenant][0]), speedup))
+    return sorted(rows, key=lambda row: -row[1])
+
+
+def _group(name: str, nodes: NodeRecords, members: NDArray[np.bool_]) -> Group:
+    kept = members & nodes.kept
+    return Group(name, int(members.sum()), int(kept.sum()), int((kept & nodes.taken).sum()))

@@ -1,0 +1,123 @@
+"""Where replays run: in this process, or spread over the tasks of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+from tqdm import tqdm
+
+from valuspec.replay import Trajectory
+
+_T = TypeVar("_T")
+
+SHARDS_PER_WORKER = 2
+"""More than one, so that a slow shard at the end does not keep the others waiting."""
+
+
+class Workers(Protocol):
+    """Runs one function over shards of the same trajectories."""
+
+    @property
+    def num_shards(self) -> int:
+        """Into how many pieces to cut the work."""
+        ...
+
+    def map(
+        self,
+        function: Callable[[Sequence[Trajectory], Any], _T],
+        trajectories: Sequence[Trajectory],
+        shards: Sequence[Any],
+        *,
+        title: str,
+    ) -> list[_T]:
+        """`function(trajectories, shard)` for every shard, results in the order of the shards."""
+        ...
+
+
+class InProcess:
+    """One after the other, here."""
+
+    num_shards = 4  # for the progress bar alone
+
+    def map(
+        self,
+        function: Callable[[Sequence[Trajectory], Any], _T],
+        trajectories: Sequence[Trajectory],
+        shards: Sequence[Any],
+        *,
+        title: str,
+    ) -> list[_T]:
+        return [function(trajectories, shard) for shard in _bar(shards, title)]
+
+
+class OnRay:
+    """One Ray task a shard; the trajectories travel once."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_shards = SHARDS_PER_WORKER * num_workers
+        self._stored: tuple[Sequence[Trajectory], Any] | None = None
+
+    def map(
+        self,
+        function: Callable[[Sequence[Trajectory], Any], _T],
+        trajectories: Sequence[Trajectory],
+        shards: Sequence[Any],
+        *,
+        title: str,
+    ) -> list[_T]:
+        import ray
+
+        if self._stored is None or self._stored[0] is not trajectories:
+            self._stored = trajectories, ray.put(trajectories)
+        task = ray.remote(num_cpus=1, max_retries=2)(function)
+        place = {task.remote(self._stored[1], s): i for i, s in enumerate(shards)}
+        results: dict[int, _T] = {}
+        waiting = list(place)
+        for _ in _bar(shards, title):
+            (done,), waiting = ray.wait(waiting)
+            results[place[done]] = ray.get(done)
+        return [results[i] for i in range(len(shards))]
+
+
+@contextmanager
+def workers(count: int | None) -> Iterator[Workers]:
+    """This process for a count of 1; else a Ray with so many CPUs.
+
+    None decides by where this runs: in a Ray job, the whole cluster; elsewhere, this process.
+    """
+    if count == 1 or (count is None and "RAY_ADDRESS" not in os.environ):
+        yield InProcess()
+        return
+    import ray
+
+    if "RAY_ADDRESS" in os.environ:
+        ray.init(log_to_driver=False)
+    else:
+        ray.init(address="local", num_cpus=count, include_dashboard=False, log_to_driver=False)
+    try:
+        yield OnRay(count or _cluster_cpus())
+    finally:
+        ray.shutdown()
+
+
+def _cluster_cpus() -> int:
+    import ray
+
+    return int(ray.cluster_resources().get("CPU", 1))  # type: ignore[no-untyped-call]
+
+
+def say(text: str) -> None:
+    """One line of progress."""
+    print(f"==> {text}", file=sys.stderr, flush=True)
+
+
+def _bar(shards: Sequence[Any], title: str) -> Iterator[Any]:
+    """A bar on a terminal, gone when it is full; in a log file, a line."""
+    if not sys.stderr.isatty():
+        say(title)
+        return iter(shards)
+    return iter(tqdm(shards, desc=f"    {title}", unit="part", leave=False))
