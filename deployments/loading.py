@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from deployments.engine_loop import SteppableEngine
 from deployments.messages import Message
 from deployments.settings import AppArgs
+from valuspec.cost import LiveCosts
 from valuspec.engine.types import GenerationRequest, SamplingParams
 from valuspec.thresholds import ThresholdSet
 
@@ -35,7 +36,7 @@ class Engine(SteppableEngine, Protocol):
     """What a replica needs of `valuspec.engine.engine.Engine`."""
 
     thresholds: ThresholdSet
-
+    live_costs: LiveCosts
     counters: Counter[str]
 
     @property
@@ -51,6 +52,7 @@ def load_engine(args: AppArgs) -> tuple[Target, Engine]:
     import torch
 
     from valuspec.drafting.drafter import Drafter
+    from valuspec.engine.cost_cache import verify_costs
     from valuspec.engine.engine import Engine as ValuSpecEngine
     from valuspec.engine.target import Target as ValuSpecTarget
 
@@ -62,6 +64,7 @@ def load_engine(args: AppArgs) -> tuple[Target, Engine]:
         target, drafter=Drafter(), thresholds=thresholds, max_batch_size=args.max_batch_size
     )
     _warm_up(engine)
+    engine.live_costs = LiveCosts(verify_costs(target, args.max_batch_size))
     return target, engine
 
 

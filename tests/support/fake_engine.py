@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+from valuspec.cost import LiveCosts
 from valuspec.engine.types import FinishReason, GenerationRequest, RequestStats, StepOutput
 from valuspec.errors import RequestError
 from valuspec.thresholds import ThresholdSet
@@ -53,6 +54,7 @@ class FakeEngine:
         self.target = target
         self.thresholds = ThresholdSet.starting(target.model_fingerprint)
         self.max_batch_size = max_batch_size
+        self.live_costs = LiveCosts({})
         self.counters: Counter[str] = Counter()
         self.gate = threading.Event()
         self.gate.set()

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from valuspec.cost import LiveCosts
 from valuspec.drafting.drafter import Drafter, DraftSession
 from valuspec.engine.rows import SequenceRows
 from valuspec.engine.sampling import greedy_token, sample_token
@@ -65,6 +66,8 @@ class Engine:
         """Used by requests that begin from now on; running requests keep theirs."""
         self.max_batch_size = max_batch_size
         self.node_filter = node_filter
+        self.live_costs = LiveCosts({})
+        """Told how long each decode step's forward took."""
         self.counters: Counter[str] = Counter()
         self._cache = target.new_cache(max_batch_size)
         self._waiting: deque[Sequence] = deque()
@@ -184,7 +187,9 @@ class Engine:
         rows = [self._draft(sequence, len(sequences)) for sequence in sequences]
         forward_started = time.perf_counter()
         logits = self.target.forward(_neighbours(rows), self._cache)
+        self.target.wait()
         forward_s = time.perf_counter() - forward_started
+        self.live_costs.add(batch_size=len(sequences), num_rows=len(logits), seconds=forward_s)
         offset = 0
         verdicts = []
         for sequence, tree in zip(sequences, rows, strict=True):

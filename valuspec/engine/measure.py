@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import numpy as np
 
@@ -16,25 +17,64 @@ CHILDREN = 4
 """Branching of the measured trees; attention treats all shapes alike."""
 MAX_ROWS = 128
 """Most rows of one measured forward: beyond, no node pays, and the cost grows in proportion."""
+BUDGET_S = 5.0
+"""Measuring all batch sizes ends soon after so many seconds."""
 
 
 def measure_cost(target: Target, *, batch_size: int = 1, repeats: int = 5) -> CostStaircase:
     """Time forwards of `batch_size` sequences with 1 to 64 rows each, MAX_ROWS at most in all."""
-    cache = target.new_cache(batch_size)
-    cache.reserve(CONTEXT + 128)
-    tokens = np.arange(CONTEXT, dtype=np.int64) % target.vocab_size
-    for place in range(batch_size):
-        target.forward([[SequenceRows.chain(place, 0, tokens)]], cache, np.array([CONTEXT - 1]))
+    batch = _Batch(target, batch_size)
+    return CostStaircase.measure(partial(batch.forward, batch_size), _rows(batch_size), repeats)
 
-    def forward(num_rows: int) -> float:
+
+def measure_costs(
+    target: Target, max_batch_size: int, *, budget_s: float = BUDGET_S
+) -> dict[int, CostStaircase]:
+    """Cost staircases by batch size: the powers of two up to `max_batch_size`, and itself.
+
+    Batch size 1 is measured whatever it takes. A larger one gets the time that is left, or, when
+    none is, an estimate from the one before it.
+    """
+    until = time.perf_counter() + budget_s
+    sizes = [2**i for i in range(max_batch_size.bit_length()) if 2**i < max_batch_size]
+    batch = _Batch(target, max_batch_size)
+    costs: dict[int, CostStaircase] = {}
+    measured = 1
+    for size in [*sizes, max_batch_size]:
+        if costs and time.perf_counter() > until:
+            costs[size] = costs[measured].of_batch(-(-size // measured), _rows(size))
+            continue
+        costs[size] = CostStaircase.measure(partial(batch.forward, size), _rows(size), until=until)
+        measured = size
+    return costs
+
+
+def _rows(batch_size: int) -> list[int]:
+    return [n for n in ROWS if n <= 2 or n * batch_size <= MAX_ROWS]
+
+
+class _Batch:
+    """Sequences of CONTEXT tokens, to verify trees of."""
+
+    def __init__(self, target: Target, num_sequences: int) -> None:
+        self._target = target
+        self._cache = target.new_cache(num_sequences)
+        self._cache.reserve(CONTEXT + MAX_ROWS)
+        self._tokens = np.arange(CONTEXT, dtype=np.int64) % target.vocab_size
+        prompt = SequenceRows.chain(0, 0, self._tokens)
+        target.forward([[prompt]], self._cache, np.array([CONTEXT - 1]))
+        for place in range(1, num_sequences):
+            self._cache.move_sequence(0, place, CONTEXT)
+
+    def forward(self, batch_size: int, num_rows: int) -> float:
+        """Seconds of one forward of the first sequences, each with a tree of `num_rows` rows."""
         parents = (np.arange(num_rows) - 1) // CHILDREN
         parents[0] = -1
         members = [
-            SequenceRows(place, CONTEXT, tokens[:num_rows], parents) for place in range(batch_size)
+            SequenceRows(place, CONTEXT, self._tokens[:num_rows], parents)
+            for place in range(batch_size)
         ]
         started = time.perf_counter()
-        target.forward([members], cache)
+        self._target.forward([members], self._cache)
+        self._target.wait()
         return time.perf_counter() - started
-
-    rows = [n for n in ROWS if n <= 2 or n * batch_size <= MAX_ROWS]
-    return CostStaircase.measure(forward, rows, repeats=repeats)

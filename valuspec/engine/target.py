@@ -147,6 +147,11 @@ class Target:
         rows = build_rows(groups, wanted, cache.device, min_width=self.min_width)
         return self.decoder.forward(rows, self.attention(rows, cache))[: len(wanted)]
 
+    def wait(self) -> None:
+        """Return once the device has done everything it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     @property
     def max_tree_depth(self) -> int:
         return NEAR - 1

@@ -1,0 +1,116 @@
+"""Measuring verify costs at the start, and keeping them for the next one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.engines import engine_of, request, run
+from tests.support.tiny_models import tiny_target
+from valuspec.cost import ROWS, CostStaircase
+from valuspec.engine import cost_cache, measure
+from valuspec.engine.cost_cache import verify_costs
+from valuspec.engine.measure import MAX_ROWS, measure_costs
+from valuspec.engine.target import Target
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+COSTS = {1: CostStaircase((1, 2), (0.01, 0.02))}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target()
+
+
+def test_every_power_of_two_and_the_largest_batch_get_a_staircase(target) -> None:
+    costs = measure_costs(target, 6, budget_s=0.2)
+    assert list(costs) == [1, 2, 4, 6]
+    assert costs[1].rows == ROWS
+    for size, cost in costs.items():
+        assert cost.rows[:2] == (1, 2)
+        assert cost.rows[-1] * size <= MAX_ROWS
+    assert list(measure_costs(target, 1, budget_s=0)) == [1]
+
+
+def test_without_time_larger_batches_are_estimated(target, monkeypatch) -> None:
+    sizes = set()
+    forward = measure._Batch.forward
+
+    def watched(self, batch_size: int, num_rows: int) -> float:
+        sizes.add(batch_size)
+        return forward(self, batch_size, num_rows)
+
+    monkeypatch.setattr(measure._Batch, "forward", watched)
+    costs = measure_costs(target, 8, budget_s=0)
+    assert sizes == {1}
+    assert costs[8].seconds[:2] == pytest.approx(costs[1].table(16)[[7, 15]])
+
+
+def test_costs_are_measured_once_per_machine(target, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("VALUSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(cost_cache, "measure_costs", lambda target, size: COSTS)
+    assert verify_costs(target, 4) == COSTS
+    monkeypatch.setattr(cost_cache, "measure_costs", lambda target, size: pytest.fail("again"))
+    assert verify_costs(target, 4) == COSTS
+
+
+@pytest.mark.parametrize(
+    "changed", ["model_fingerprint", "dtype", "processor", "num_threads", "arithmetic", "versions"]
+)
+def test_costs_of_another_model_or_machine_are_refused(
+    changed, target, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("VALUSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(cost_cache, "measure_costs", lambda target, size: COSTS)
+    verify_costs(target, 4)
+    (kept,) = Path(tmp_path).rglob("*.json")
+    content = json.loads(kept.read_text())
+    content["of"][changed] = "another"
+    kept.write_text(json.dumps(content))
+    other = {1: CostStaircase((1, 2), (0.3, 0.4))}
+    monkeypatch.setattr(cost_cache, "measure_costs", lambda target, size: other)
+    assert verify_costs(target, 4) == other
+    # And a subject of its own has a file of its own.
+    described = cost_cache.describe(target)
+    monkeypatch.setattr(cost_cache, "describe", lambda target: described | {changed: "another"})
+    verify_costs(target, 4)
+    assert len(list(Path(tmp_path).rglob("*.json"))) == 2
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "{}", '{"of": 1', '{"of": null, "costs": 3}'])
+def test_a_damaged_file_is_measured_again(damage, target, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("VALUSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(cost_cache, "measure_costs", lambda target, size: COSTS)
+    verify_costs(target, 4)
+    (kept,) = Path(tmp_path).rglob("*.json")
+    kept.write_text(damage)
+    assert verify_costs(target, 4) == COSTS
+    assert json.loads(kept.read_text())["of"]["dtype"] == "float32"
+
+
+def test_a_cache_that_cannot_be_written_costs_only_the_next_start(
+    target, tmp_path, monkeypatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VALUSPEC_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(cost_cache, "measure_costs", lambda target, size: COSTS)
+    assert verify_costs(target, 4) == COSTS
+
+
+def test_the_engine_times_its_forwards(target) -> None:
+    told: list[tuple[int, int]] = []
+
+    class Listener:
+        def add(self, *, batch_size: int, num_rows: int, seconds: float) -> None:
+            assert seconds > 0
+            told.append((batch_size, num_rows))
+
+    engine = engine_of(target, max_batch_size=2)
+    engine.live_costs = Listener()  # type: ignore[assignment]
+    results = run(engine, [request(str(i), range(i, i + 30), max_tokens=20) for i in range(2)])
+    rows = sum(r.stats.num_steps + r.stats.num_draft_tokens for r in results.values())
+    assert sum(num_rows for _, num_rows in told) == rows
+    assert {size for size, _ in told} <= {1, 2}
+    assert sum(size for size, _ in told) == sum(r.stats.num_steps for r in results.values())
