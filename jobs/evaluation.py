@@ -6,7 +6,7 @@ drafting and valuation take (under a millisecond a step).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -36,12 +36,14 @@ def evaluate(
     previous: ThresholdSet,
     workers: Workers,
     *,
+    costs: Mapping[int, CostStaircase],
     batch_shares: Mapping[int, float],
     num_trees: int,
 ) -> Evaluation:
     """Serve the evaluation part of `split` again and again, each time choosing nodes differently.
 
     previous:     the set in use
+    costs:        verify cost by largest batch size
     batch_shares: share of the traffic's steps by batch size
     """
 
@@ -54,8 +56,8 @@ def evaluate(
         )
         return {name: Replayed.concatenate([p[name] for p in parts]) for name in selects}
 
-    costs = {bucket.max_batch_size: bucket.cost for bucket in thresholds.buckets}
-    cost = thresholds.buckets[0].cost
+    costs = dict(sorted(costs.items()))
+    cost = costs[min(costs)]
     modes = _rivals(trajectories, split, cost, run, num_trees)
     modes |= {"filtered": replay.filtered(thresholds), "oracle": replay.oracle}
     rivals = dict(modes)
@@ -71,12 +73,12 @@ def evaluate(
     curve = []
     for size in _history_sizes(len(before)):
         known = range(len(before) - size, len(before))
-        at_size = run(
+        served_then = run(
             Scenario(known, split.evaluation, live=False, num_trees=num_trees),
             {name: rivals[name] for name in ("chain", "frequency", "filtered")},
             f"{size} earlier answers",
         )
-        curve.append((size, {name: r.speedup(cost) for name, r in at_size.items()}))
+        curve.append((size, {name: r.speedup(cost) for name, r in served_then.items()}))
     nodes = NodeRecords.concatenate(
         workers.map(
             lambda known, shard: examine(known, shard, thresholds, rivals["filtered"]),
@@ -88,7 +90,7 @@ def evaluate(
 
     tenants = [trajectories[i].namespace for i in split.evaluation]
     weights = tenant_weights(tenants)
-    shares = _shares(batch_shares, thresholds)
+    shares = _shares(batch_shares, costs)
     return Evaluation(
         num_tokens=int(served["filtered"].tokens.sum()),
         modes=[Mode.of(name, served[name], cost, weights) for name in rivals],
@@ -97,15 +99,15 @@ def evaluate(
         tau_curve=[(tau, served[f"tau {tau}"].speedup(cost, weights)) for tau in CURVE_TAUS],
         buckets=[
             Bucket(
-                b.max_batch_size,
-                shares[b.max_batch_size],
-                b.tau,
-                1 / b.cost.seconds[0],
-                served[f"new {b.max_batch_size}"].speedup(b.cost, weights),
-                served[f"previous {b.max_batch_size}"].speedup(b.cost, weights),
-                b.cost,
+                size,
+                shares[size],
+                thresholds.buckets[thresholds.bucket_index(size)].tau,
+                1 / at_size.seconds[0],
+                served[f"new {size}"].speedup(at_size, weights),
+                served[f"previous {size}"].speedup(at_size, weights),
+                at_size,
             )
-            for b in thresholds.buckets
+            for size, at_size in costs.items()
         ],
         comparison=_compare(served, costs, shares, weights),
         tenants=_by_tenant(tenants, weights, served["filtered"], cost),
@@ -153,13 +155,13 @@ def _history_sizes(most: int) -> list[int]:
     return [0, *(n for n in steps if n < 0.8 * most), *([most] if most else [])]
 
 
-def _shares(batch_shares: Mapping[int, float], thresholds: ThresholdSet) -> dict[int, float]:
-    """Share of the traffic by bucket; all of it in the first where nothing is known."""
-    shares = dict.fromkeys([b.max_batch_size for b in thresholds.buckets], 0.0)
+def _shares(batch_shares: Mapping[int, float], sizes: Iterable[int]) -> dict[int, float]:
+    """Share of the traffic by largest batch size; all of it in the first where nothing is known."""
+    shares = dict.fromkeys(sorted(sizes), 0.0)
     total = sum(batch_shares.values())
     for size, share in (batch_shares if total else {1: 1.0}).items():
-        bucket = thresholds.buckets[thresholds.bucket_index(size)]
-        shares[bucket.max_batch_size] += share / (total or 1.0)
+        bucket = next((s for s in shares if size <= s), max(shares))
+        shares[bucket] += share / (total or 1.0)
     return shares
 
 

@@ -16,7 +16,7 @@ from jobs.report import Report
 from jobs.workers import say, workers
 from valuspec.cost import CostStaircase
 from valuspec.errors import ThresholdError
-from valuspec.thresholds import BatchBucket, ThresholdSet
+from valuspec.thresholds import ThresholdSet
 
 OK, NOT_ENOUGH_DATA = 0, 3
 
@@ -48,15 +48,14 @@ def predict(
         if threshold_file
         else ThresholdSet.starting(answers.model_fingerprint)
     )
-    calibrated = True
+    before = replace(before, local_costs=costs)
     with workers(num_workers) as pool:
         try:
             say(f"calibrating with {len(split.calibration)} answers")
             made = learn(answers, split, costs, num_trees=num_trees, made_by="valuspec replay")
         except ThresholdError as error:
             say(f"not calibrating: {error}")
-            calibrated = False
-            made = _with_costs(before, costs)
+            made = before
         say(f"replaying {len(split.evaluation)} held-out answers")
         evaluation = evaluate(
             answers.trajectories,
@@ -64,6 +63,7 @@ def predict(
             made,
             before,
             pool,
+            costs=costs,
             batch_shares=answers.steps_by_batch,
             num_trees=num_trees,
         )
@@ -75,7 +75,7 @@ def predict(
             "files": ", ".join(map(str, files)),
             "answers": len(answers.trajectories),
             "in the stores beforehand": len(split.history),
-            "calibrated with": len(split.calibration) if calibrated else 0,
+            "calibrated with": 0 if made is before else len(split.calibration),
             "held out": f"{len(split.evaluation)} ({evaluation.num_tokens} tokens)",
             "verify cost": cost_source,
             "draft trees retrieved": num_trees,
@@ -123,16 +123,6 @@ def load_costs(path: Path) -> dict[int, CostStaircase]:
         return {int(size): CostStaircase.from_json(cost) for size, cost in costs.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ThresholdError(f"{path} holds no cost staircases: {error!r}") from error
-
-
-def _with_costs(thresholds: ThresholdSet, costs: dict[int, CostStaircase]) -> ThresholdSet:
-    """The set carried over to another machine: its speedups are taken to hold there too."""
-    buckets = []
-    for size, cost in sorted(costs.items()):
-        old = thresholds.buckets[thresholds.bucket_index(size)]
-        speedup = old.stream_tok_s * old.cost.seconds[0]
-        buckets.append(BatchBucket(size, old.tau, speedup / cost.seconds[0], cost))
-    return replace(thresholds, buckets=tuple(buckets))
 
 
 def _verdict(evaluation: Evaluation) -> str:
