@@ -47,6 +47,16 @@ class AppArgs(BaseModel):
     """How many similar earlier requests to fetch draft trees of."""
     retrieval_deadline_s: float = Field(default=0.05, gt=0, le=5)
 
+    log_dir: str | None = None
+    """Folder of the trajectory log, from which recalibration learns; nothing is logged when
+    absent. Replicas may share it."""
+    log_opt_out: tuple[str, ...] = ()
+    """Tenants of whom nothing is logged. More can be named without a restart in
+    `user_config.log_opt_out` of the Target deployment."""
+    log_max_bytes: int = Field(default=2**30, ge=2**20)
+    """The oldest log files are deleted beyond this."""
+    log_max_age_days: float = Field(default=30, gt=0)
+
     threshold_file: str | None = None
     """Threshold set the replicas start with; the shipped one when absent. To change it without a
     restart, set `user_config.threshold_file` of the deployments instead."""

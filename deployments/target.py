@@ -11,13 +11,14 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from ray.serve.handle import DeploymentHandle
 
 from deployments.drafts import DraftStore
 from deployments.engine_loop import EngineLoop
 from deployments.loading import Engine, Target, load_engine
+from deployments.local_costs import LocalCosts
 from deployments.messages import (
     ChoiceReport,
     Delta,
@@ -28,13 +29,13 @@ from deployments.messages import (
     Reply,
     RetrievalReport,
 )
+from deployments.replica_log import ReplicaLog
 from deployments.replica_thresholds import ReplicaThresholds
 from deployments.settings import AppArgs
 from deployments.telemetry import Telemetry
 from retrieval.namespace import namespace
-from valuspec.engine.types import GenerationRequest, StepOutput
+from valuspec.engine.types import GenerationRequest, RequestStats, StepOutput
 from valuspec.errors import RequestError
-from valuspec.thresholds import ThresholdSet
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +70,10 @@ class TargetReplica:
         self._telemetry = Telemetry()
         self._target, self._engine = load(args)
         self._loop = EngineLoop(self._engine)
+        self._log = ReplicaLog(args, self._target, self._telemetry)
+        self._costs = LocalCosts(self._engine, self._loop, refreshed=self._log.use_costs)
         self._thresholds = ReplicaThresholds(
-            self._target.model_fingerprint, retrieval, self._telemetry, self._swap_thresholds
+            self._target.model_fingerprint, retrieval, self._telemetry, swap=self._costs.use
         )
         self._drafts: DraftStore | None = None
         if retrieval is not None and valuation is not None:
@@ -90,13 +93,11 @@ class TargetReplica:
             logger.error("output identity could NOT be proved on this machine (exact: false)")
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Serve's hook, at the start and for each change: which threshold set to use."""
+        """Serve's hook, at the start and for each change: which threshold set to use, and whom
+        not to log."""
+        self._log.reconfigure(user_config)
         self._thresholds.apply(user_config)
         await self._thresholds.follow()
-
-    def _swap_thresholds(self, thresholds: ThresholdSet) -> None:
-        """For requests that begin from now on; running ones keep theirs."""
-        self._loop.run(lambda: setattr(self._engine, "thresholds", thresholds))
 
     def check_health(self) -> None:
         """Serve's hook: raise when the engine makes no progress, to be replaced by Serve."""
@@ -228,15 +229,9 @@ class TargetReplica:
                 time_to_first_token_s=choice.first_token_s or now - started,
             )
             self._telemetry.finished(report, output.finish_reason, now - started)
-            request = choice.request
-            if (
-                self._drafts is not None
-                and request.params.greedy
-                and output.finish_reason in ("stop", "length")
-            ):
-                self._drafts.write_back(
-                    request.namespace, request.prompt_ids, tuple(choice.output_ids)
-                )
+            self._costs.refresh()
+            if choice.request.params.greedy and output.finish_reason in ("stop", "length"):
+                self._keep(choice, output.finish_reason, output.stats)
         return Delta(
             index=choice.index,
             num_prompt_tokens=len(choice.request.prompt_ids),
@@ -245,6 +240,15 @@ class TargetReplica:
             finish_reason=output.finish_reason,
             report=report,
         )
+
+    def _keep(
+        self, choice: _Choice, finish_reason: Literal["stop", "length"], stats: RequestStats
+    ) -> None:
+        """Store and log a whole greedy answer, off the path."""
+        request, output_ids = choice.request, tuple(choice.output_ids)
+        if self._drafts is not None:
+            self._drafts.write_back(request.namespace, request.prompt_ids, output_ids)
+        self._log.add(request, output_ids, finish_reason, stats)
 
     async def encode(
         self, prompt: str | None, messages: tuple[Message, ...] | None
@@ -293,6 +297,7 @@ class TargetReplica:
 
     def __del__(self) -> None:
         self._loop.stop()
+        self._log.close()
 
 
 def _put(

@@ -13,6 +13,7 @@ Ratios are left to queries, which aggregate over replicas: acceptance rate is
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from typing import Any, cast
 
@@ -39,6 +40,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "valuspec_retrieval_requests": ("Lookups of draft trees.", ("outcome",)),
     "valuspec_trees_refused": ("Retrieved trees that do not fit the vocabulary.", ()),
     "valuspec_write_back": ("Finished answers offered to the store.", ("outcome",)),
+    "valuspec_log_rows": ("Finished greedy requests offered to the trajectory log.", ("outcome",)),
     "valuspec_prompt_tokens": ("Prompt tokens.", ()),
     "valuspec_generation_tokens": ("Generated tokens.", ()),
     "valuspec_request_success": ("Finished choices.", ("finished_reason",)),
@@ -66,9 +68,10 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 class Telemetry:
-    """Use from one thread."""
+    """Counters may be counted from any thread."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._totals: Counter[str] = Counter()
         self._metrics: dict[str, Any] = {}
         try:
@@ -88,7 +91,8 @@ class Telemetry:
     def count(self, name: str, amount: float = 1, **tags: str) -> None:
         """Add to a counter of COUNTERS."""
         if amount:
-            self._totals["_".join([name, *tags.values()])] += int(amount)
+            with self._lock:
+                self._totals["_".join([name, *tags.values()])] += int(amount)
             if self._metrics:
                 self._metrics[name].inc(amount, tags)
 
