@@ -16,6 +16,7 @@ COMMANDS = {
     "chat": ("deployments.commands.chat", "ask a running server one question"),
     "replay": ("jobs.commands.replay", "predict the gain from answers already given; no model"),
     "cost": ("jobs.commands.cost", "measure what a target forward costs on this machine"),
+    "forget": ("jobs.commands.forget", "delete what is stored of one tenant"),
 }
 
 

@@ -283,6 +283,8 @@ class TargetReplica:
     async def stats(self) -> dict[str, Any]:
         return {
             "model": self._args.model_name,
+            "model_fingerprint": self._target.model_fingerprint,
+            "tokenizer_fingerprint": self._target.tokenizer_fingerprint,
             "exact": self._target.exact,
             "exact_mode": self._target.exact_mode,
             "threshold_version": self._thresholds.current.version,

@@ -14,9 +14,11 @@ import signal
 import socket
 import sys
 import threading
+from pathlib import Path
 
 from deployments.auth import ApiKeys
 from deployments.settings import AppArgs
+from retrieval.locations import cache_folder
 
 EXAMPLE = """example:
   valuspec serve
@@ -46,6 +48,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-threads", type=int, help="CPU threads of the model (all cores)")
     parser.add_argument("--threshold-file", help="threshold set to start with (the shipped one)")
     parser.add_argument(
+        "--log",
+        nargs="?",
+        const=cache_folder() / "log",
+        type=Path,
+        metavar="FOLDER",
+        help="log token ids of greedy requests there (%(const)s), for `python -m jobs.recalibrate` "
+        "and `valuspec replay`; without it nothing is logged",
+    )
+    parser.add_argument(
+        "--log-opt-out", nargs="+", default=[], metavar="TENANT", help="never log these tenants"
+    )
+    parser.add_argument(
         "--fast", action="store_true", help="give up bit-identical output where that is faster"
     )
     parser.add_argument(
@@ -67,6 +81,9 @@ def run(options: argparse.Namespace) -> int:
             num_threads=options.num_threads,
             threshold_file=options.threshold_file,
             retrieval=not options.no_retrieval,
+            # Replicas run in folders of their own.
+            log_dir=None if options.log is None else str(options.log.absolute()),
+            log_opt_out=tuple(options.log_opt_out),
         )
         keys = ApiKeys.from_environment()
         _check_port(options.host, options.port)
