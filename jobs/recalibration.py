@@ -52,7 +52,7 @@ class Settings:
 
 
 async def recalibrate(settings: Settings, store: ThresholdStore | None, pool: Workers) -> Report:
-    """One run; returns its report, which is also written to `settings.out`.
+    """One run; returns its report, which is also written to `settings.out` unless it is "busy".
 
     store: where sets are published; None, for a dry run, compares with the shipped set
 
@@ -70,7 +70,7 @@ async def recalibrate(settings: Settings, store: ThresholdStore | None, pool: Wo
     except PublishRefusedError as error:
         outcome, verdict = "overtaken", f"Nothing published: {error}."
     except StoreError as error:
-        outcome, verdict = "store failed", f"The store failed: {error}."
+        outcome, verdict = "store failed", f"The store failed: {error}"
     report = Report(
         title="Recalibration",
         outcome=outcome,
@@ -90,7 +90,8 @@ async def recalibrate(settings: Settings, store: ThresholdStore | None, pool: Wo
         skipped=answers.skipped,
         evaluation=run.evaluation,
     )
-    report.write(settings.out)
+    if outcome != "busy":  # the report is the other run's to write
+        report.write(settings.out)
     return report
 
 

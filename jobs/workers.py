@@ -92,11 +92,17 @@ def workers(count: int | None) -> Iterator[Workers]:
     if count == 1 or (count is None and "RAY_ADDRESS" not in os.environ):
         yield InProcess()
         return
-    import ray
-
     if "RAY_ADDRESS" in os.environ:
+        import ray
+
         ray.init(log_to_driver=False)
     else:
+        # Read by Ray when it is imported. The last one keeps its ports on the loopback address.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        import ray
+
         ray.init(address="local", num_cpus=count, include_dashboard=False, log_to_driver=False)
     try:
         yield OnRay(count or _cluster_cpus())
