@@ -98,7 +98,7 @@ def old_and_new(evaluation: Evaluation) -> str:
     """The new thresholds beside the old ones, by batch size."""
 
     def draw(axes: Axes) -> None:
-        labels = [f"{name}\n{b.share:.0%} of steps" for name, b in _bucket_names(evaluation)]
+        labels = [f"{name}\n{b.share:.0%}" for name, b in _bucket_names(evaluation)]
         compared = evaluation.comparison
         old = [*(b.previous_speedup for b in evaluation.buckets), compared.previous_speedup]
         new = [*(b.speedup for b in evaluation.buckets), compared.speedup]
@@ -111,6 +111,7 @@ def old_and_new(evaluation: Evaluation) -> str:
             for place, value in zip(x + shift, values, strict=True):
                 axes.text(place, value + 0.03, f"{value:.2f}", ha="center", fontsize=8)
         axes.set_xticks(x, [*labels, "this\ntraffic"])
+        axes.set_xlabel("batch size, and its share of the decode steps")
         _plain_line(axes.axhline)
         axes.set_ylim(0, 1.25 * max(*old, *new))
         axes.set_ylabel("speedup")

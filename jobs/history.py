@@ -22,7 +22,7 @@ from jobs.transcripts import Tokenizer, read_transcripts
 from retrieval.faiss_index import FaissIndex
 from retrieval.service import RetrievalService
 from retrieval.store import InMemoryStore
-from retrieval.trajectory_log import read_log
+from retrieval.trajectory_log import LoggedTrajectory, read_log
 from valuspec.cost import CostStaircase
 from valuspec.replay import Trajectory
 from valuspec.tree import DraftTree
@@ -43,6 +43,7 @@ class Answers:
     model_fingerprint: of the model that gave them; empty if nobody says
     costs:             verify cost where they were given, by largest batch size; empty if unknown
     steps_by_batch:    decode steps by batch size; empty if unknown
+    measured:          how fast they were given, in words
     """
 
     trajectories: list[Trajectory]
@@ -50,6 +51,7 @@ class Answers:
     model_fingerprint: str = ""
     costs: dict[int, CostStaircase] = field(default_factory=dict)
     steps_by_batch: Counter[int] = field(default_factory=Counter)
+    measured: str = "unknown"
 
     @classmethod
     def from_log(cls, paths: Iterable[Path], model_fingerprint: str | None = None) -> Answers:
@@ -74,6 +76,7 @@ class Answers:
             model_fingerprint or "",
             read.costs,
             steps,
+            _measured(read.trajectories),
         )
 
     @classmethod
@@ -81,6 +84,19 @@ class Answers:
         """Read JSON lines of any server; see `jobs.transcripts`."""
         transcript = read_transcripts(paths, tokenizer)
         return cls(transcript.trajectories, transcript.skipped)
+
+
+def _measured(rows: Sequence[LoggedTrajectory]) -> str:
+    num_steps = sum(len(row.accepted) for row in rows)
+    decode_s = sum(row.decode_s for row in rows)
+    if not num_steps or not decode_s:
+        return "unknown"
+    num_tokens = sum(len(row.output_ids) - 1 for row in rows)
+    kept = sum(int(row.kept.sum()) for row in rows)
+    return (
+        f"{num_tokens / decode_s:.1f} tokens per second a stream, "
+        f"{num_tokens / num_steps:.2f} tokens and {kept / num_steps:.1f} nodes a step"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,7 @@ def predict(
             "calibrated with": 0 if made is before else len(split.calibration),
             "held out": f"{len(split.evaluation)} ({evaluation.num_tokens} tokens)",
             "verify cost": cost_source,
+            "measured when given": answers.measured,
             "draft trees retrieved": num_trees,
             "thresholds": made.version,
             "compared with": before.version,

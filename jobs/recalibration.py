@@ -84,6 +84,7 @@ async def recalibrate(settings: Settings, store: ThresholdStore | None, pool: Wo
             "held out": len(split.evaluation),
             "tenants": len({t.namespace for t in answers.trajectories}),
             "verify cost": cost_source,
+            "measured when given": answers.measured,
             "thresholds in use before": run.version_before,
             "new thresholds": run.version_made,
         },

@@ -44,7 +44,7 @@ class Report:
         body = [f"<h1>{_text(self.title)}</h1>", f"<p class=verdict>{_text(self.verdict)}</p>"]
         if self.evaluation:
             body += [_tiles(self.evaluation), *_sections(self.evaluation)]
-        body += ["<h2>Made from</h2>", _table(("", ""), [*self.facts.items()])]
+        body += ["<h2>Made from</h2>", _table((), [*self.facts.items()])]
         if self.skipped:
             body += ["<h2>Left out</h2>", _table(("reason", "count"), [*self.skipped.items()])]
         return (
@@ -69,7 +69,7 @@ def _tiles(evaluation: Evaluation) -> str:
     mode = next(m for m in evaluation.modes if m.name == "filtered")
     tiles = [
         (f"{filtered:.2f}x", "the speed of plain decoding"),
-        (f"{filtered / evaluation.speedup('unfiltered'):.2f}x", "that of the unfiltered tree"),
+        (f"{filtered / evaluation.speedup('unfiltered'):.2f}x", "the speed of the unfiltered tree"),
         (f"{filtered / oracle:.0%}", "of the best any filter could do"),
         (f"{mode.mean_acceptance_length:.2f}", "tokens a step"),
         (f"{mode.nodes_per_step:.1f}", f"nodes verified, of {mode.offered_per_step:.0f} offered"),
@@ -159,10 +159,11 @@ def _sections(evaluation: Evaluation) -> list[str]:
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     head = "".join(f"<th>{_text(name)}</th>" for name in header)
+    head = head and f"<tr>{head}</tr>"
     lines = "".join(
         "<tr>" + "".join(f"<td>{_text(value)}</td>" for value in row) + "</tr>" for row in rows
     )
-    return f"<table><tr>{head}</tr>{lines}</table>"
+    return f"<table>{head}{lines}</table>"
 
 
 def _text(value: Any) -> str:

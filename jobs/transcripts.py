@@ -99,8 +99,8 @@ def _parse(line: bytes, tokenizer: Tokenizer | None) -> tuple[str | None, Trajec
     if not isinstance(record, dict):
         raise UnusableLineError("not an object")
     for name, others in ALIASES.items():
-        for other in others:
-            record.setdefault(name, record.get(other))
+        values = (record.get(key) for key in (name, *others))
+        record[name] = next((value for value in values if value is not None), None)
     _split_conversation(record)
     prompt, answer = _prompt(record, tokenizer), _answer(record, tokenizer)
     if not len(prompt):
