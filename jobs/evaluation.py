@@ -64,7 +64,8 @@ def evaluate(
     sets = {"new": thresholds, "previous": previous}
     for name, used in sets.items():
         modes |= {f"{name} {b}": replay.filtered(used, batch_size=b) for b in costs}
-    modes |= {f"tau {tau}": replay.filtered(_with_tau(thresholds, tau)) for tau in CURVE_TAUS}
+    taus = sorted({*CURVE_TAUS, thresholds.buckets[0].tau})
+    modes |= {f"tau {tau}": replay.filtered(_with_tau(thresholds, tau)) for tau in taus}
 
     before = range(split.evaluation.start)
     scenario = Scenario(before, split.evaluation, num_trees=num_trees)
@@ -96,7 +97,7 @@ def evaluate(
         modes=[Mode.of(name, served[name], cost, weights) for name in rivals],
         without_retrieval=[Mode.of(name, alone[name], cost, weights) for name in rivals],
         history_curve=curve,
-        tau_curve=[(tau, served[f"tau {tau}"].speedup(cost, weights)) for tau in CURVE_TAUS],
+        tau_curve=[(tau, served[f"tau {tau}"].speedup(cost, weights)) for tau in taus],
         buckets=[
             Bucket(
                 size,
