@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class Report:
         write_whole(folder / "report.html", self.to_html())
 
     def to_json(self) -> str:
-        return json.dumps(_plain(asdict(self)), indent=1, allow_nan=False) + "\n"
+        return json.dumps(_plain(self), indent=1, allow_nan=False) + "\n"
 
     def to_html(self) -> str:
         body = [f"<h1>{_text(self.title)}</h1>", f"<p class=verdict>{_text(self.verdict)}</p>"]
@@ -172,6 +172,8 @@ def _text(value: Any) -> str:
 
 def _plain(value: Any) -> Any:
     """Values JSON can hold: NaN, an AUC of nothing for one, becomes null."""
+    if is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -150,7 +151,7 @@ def report(evaluation: Evaluation) -> Report:
         outcome="predicted",
         verdict="Faster & faster",
         facts={"files": "<script>alert(1)</script>"},
-        skipped={"not JSON": 3},
+        skipped=Counter({"not JSON": 3}),
         evaluation=evaluation,
     )
 
