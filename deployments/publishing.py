@@ -79,7 +79,6 @@ class ThresholdDesk:
             pointer = await self._store.pointer(report.model)
         except StoreError as error:
             self._breaker.record_failure()
-            logger.warning("threshold pointer not read: %s", error)
             return Polled(None, error.kind)
         self._breaker.record_success()
         return Polled(pointer)
@@ -126,16 +125,19 @@ class ThresholdFollower:
 
     async def poll(self) -> None:
         """Ask once and act on the answer. Raises nothing but CancelledError."""
+        before = self._error
         try:
             self._error = await self._turn()
         except TimeoutError:
             self._error = "timeout"
-        except Exception as error:  # noqa: BLE001 - whatever fails there, the last good set stays
-            if self._error is None:  # the first of what may be many
-                logger.warning("thresholds could not be polled: %r", error)
+        except Exception:
+            if before != "error":
+                logger.exception("thresholds could not be polled")
             self._error = "error"
         if self._error is not None:
             self._count("valuspec_threshold_polls_failed", reason=self._error)
+            if before is None:  # the first of what may be many
+                logger.warning("thresholds stay as they are, poll failed: %s", self._error)
 
     def start(self) -> None:
         """Poll from now on; harmless if that goes on already. Needs a running event loop."""
@@ -147,8 +149,8 @@ class ThresholdFollower:
         """What the store said last, and what other replicas said to it; JSON values."""
         reports: list[ReplicaReport] | None = None
         with contextlib.suppress(Exception):
-            replicas = self._replicas.remote(self._active.model_fingerprint)
-            reports = await asyncio.wait_for(replicas, PATIENCE_S)
+            async with asyncio.timeout(PATIENCE_S):
+                reports = await self._replicas.remote(self._active.model_fingerprint)
         pointer = self._pointer
         return {
             "error": self._error,
@@ -178,14 +180,16 @@ class ThresholdFollower:
 
     async def _turn(self) -> str | None:
         active = self._active
-        polled: Polled = await asyncio.wait_for(self._poll.remote(self._report()), PATIENCE_S)
+        async with asyncio.timeout(PATIENCE_S):
+            polled: Polled = await self._poll.remote(self._report())
         if polled.error is not None:
             return polled.error
         self._pointer = polled.pointer
         version = active.consider(polled.pointer)
         if version is None:
             return None
-        text: str | None = await asyncio.wait_for(self._get.remote(version), PATIENCE_S)
+        async with asyncio.timeout(PATIENCE_S):
+            text: str | None = await self._get.remote(version)
         if text is None:
             return "missing"
         active.offer(version, await asyncio.to_thread(_parse, text), polled.pointer)

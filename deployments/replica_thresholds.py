@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -11,9 +12,13 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from deployments.publishing import ThresholdFollower
+from deployments.speed_watch import SpeedWatch, plain_set
 from deployments.telemetry import Telemetry
 from deployments.thresholds import ActiveThresholds, ThresholdEvent
+from valuspec.engine.types import RequestStats
 from valuspec.thresholds import ThresholdSet
+
+logger = logging.getLogger(__name__)
 
 _COUNTERS = {
     "changed": "valuspec_threshold_changes",
@@ -33,17 +38,21 @@ class ReplicaThresholds:
         retrieval: DeploymentHandle[Any] | None,
         telemetry: Telemetry,
         swap: Callable[[ThresholdSet], None] = lambda thresholds: None,
+        name: str | None = None,
     ) -> None:
-        """retrieval: knows the store, None without one; swap: told of every set to be used"""
+        """retrieval: knows the store, None without one; swap: told of every set to be used;
+        name: of this process, Serve's name of the replica by default"""
         self._telemetry = telemetry
         self._swap = swap
+        self._watch: SpeedWatch | None = None  # of the set in use
+        self._trial: ThresholdSet | None = None  # what requests get while plain speed is measured
         self._active = ActiveThresholds(
             model_fingerprint, has_store=retrieval is not None, notify=self._happened
         )
         self._follower: ThresholdFollower | None = None
         if retrieval is not None:
             self._follower = ThresholdFollower(
-                self._active, retrieval, _replica_name(), telemetry.count
+                self._active, retrieval, name or _replica_name(), telemetry.count
             )
         telemetry.gauge("valuspec_threshold_version", 1, version=self.current.version)
 
@@ -62,6 +71,25 @@ class ReplicaThresholds:
             await self._follower.poll()
             self._follower.start()
 
+    def finished(self, stats: RequestStats) -> None:
+        """Judge the set in use by one more speculative request, and act on a verdict."""
+        judged = self._trial or self.current
+        if stats.threshold_version != judged.version or not stats.num_offered_nodes:
+            return
+        if self._watch is None:
+            self._watch = SpeedWatch(self.current)
+        verdict = self._watch.add(stats)
+        if verdict is None:
+            return
+        logger.warning(
+            "thresholds %s: %s, %.2fx plain", self.current.version, verdict.kind, verdict.speedup
+        )
+        self._telemetry.count("valuspec_speed_verdicts", kind=verdict.kind)
+        self._trial = plain_set(self.current) if verdict.kind == "suspect" else None
+        self._swap(self._trial or self.current)
+        if verdict.kind == "slow":
+            self._active.found_slow(verdict.speedup)
+
     async def status(self) -> dict[str, Any]:
         """What `GET /v1/valuspec/thresholds` shows; JSON values."""
         active, current = self._active, self._active.current
@@ -79,6 +107,7 @@ class ReplicaThresholds:
                 "provenance": dict(current.provenance),
             },
             "pinned": active.pinned,
+            "plain_trial": self._trial is not None,
             "events": [asdict(event) for event in active.events],
             "store": None,
         }
@@ -91,6 +120,7 @@ class ReplicaThresholds:
         if event.kind in ("changed", "rolled_back"):
             self._telemetry.gauge("valuspec_threshold_version", 0, version=event.old)
             self._telemetry.gauge("valuspec_threshold_version", 1, version=event.new)
+            self._watch = self._trial = None
             self._swap(self.current)
 
 

@@ -229,6 +229,7 @@ class TargetReplica:
                 time_to_first_token_s=choice.first_token_s or now - started,
             )
             self._telemetry.finished(report, output.finish_reason, now - started)
+            self._thresholds.finished(output.stats)
             self._costs.refresh()
             if choice.request.params.greedy and output.finish_reason in ("stop", "length"):
                 self._keep(choice, output.finish_reason, output.stats)

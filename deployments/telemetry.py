@@ -49,6 +49,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "valuspec_thresholds_refused": ("Threshold sets refused; the last good one stayed.", ()),
     "valuspec_threshold_rollbacks": ("Sets given up for being slower than plain decoding.", ()),
     "valuspec_thresholds_slow": ("Slow sets with nothing to go back to.", ()),
+    "valuspec_speed_verdicts": ("Doubts about a set's speed, and how trials ended.", ("kind",)),
     "valuspec_threshold_polls_failed": ("Polls of the store that brought nothing.", ("reason",)),
 }
 HISTOGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
