@@ -14,6 +14,7 @@ COMMANDS = {
         "serve a model on this machine, with everything it needs",
     ),
     "chat": ("deployments.commands.chat", "ask a running server one question"),
+    "thresholds": ("deployments.commands.thresholds", "show, choose and roll back threshold sets"),
     "replay": ("jobs.commands.replay", "predict the gain from answers already given; no model"),
     "cost": ("jobs.commands.cost", "measure what a target forward costs on this machine"),
     "forget": ("jobs.commands.forget", "delete what is stored of one tenant"),
@@ -23,7 +24,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    listing = "\n".join(f"  {name:<8}{text}" for name, (_, text) in COMMANDS.items())
+    listing = "\n".join(f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="valuspec",
         description="Faster LLM answers without changing a token.",
