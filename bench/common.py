@@ -1,8 +1,7 @@
-"""What the measuring programs share: requests, greedy trajectories, retrieval, tables, JSON."""
+"""What the measuring programs share: requests, greedy trajectories, tables, JSON."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
@@ -18,9 +17,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from retrieval.index import InMemoryIndex
-from retrieval.service import RetrievalService
-from retrieval.store import InMemoryStore
+from jobs.history import retrieve as retrieve
 from valuspec.drafting.drafter import Drafter
 from valuspec.engine.engine import Engine
 from valuspec.engine.target import Target
@@ -28,7 +25,6 @@ from valuspec.engine.types import GenerationRequest, RequestStats, SamplingParam
 from valuspec.engine.weights import cache_dir
 from valuspec.replay import Trajectory
 from valuspec.thresholds import ThresholdSet
-from valuspec.tree import DraftTree
 
 NAMESPACE = "bench"
 
@@ -123,25 +119,6 @@ def trajectories(target: Target, prompts: Sequence[Prompt], max_tokens: int) -> 
         )
         for prompt, output in zip(prompts, outputs, strict=True)
     ]
-
-
-def retrieve(
-    history: Sequence[Trajectory], queries: Sequence[Trajectory], vocab_size: int, k: int
-) -> list[tuple[DraftTree, ...]]:
-    """Draft trees of the k most similar answers of `history` for each query."""
-
-    async def run() -> list[tuple[DraftTree, ...]]:
-        service = RetrievalService(InMemoryStore(), InMemoryIndex, vocab_size=vocab_size)
-        for t in history:
-            await service.write_back(NAMESPACE, t.prompt_ids.tolist(), t.output_ids.tolist())
-        found = []
-        for t in queries:
-            hits = await service.lookup(NAMESPACE, t.prompt_ids.tolist(), k, deadline_s=10.0)
-            found.append(tuple(hits.trees))
-        await service.aclose()
-        return found
-
-    return asyncio.run(run())
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:

@@ -96,7 +96,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     queries = [
         *calibration,
         *(
-            Trajectory(np.array(p.token_ids, np.int32), np.empty(0, np.int32), args.max_tokens)
+            Trajectory(
+                np.array(p.token_ids, np.int32),
+                np.empty(0, np.int32),
+                args.max_tokens,
+                namespace=common.NAMESPACE,
+            )
             for p in prompts[2]
         ),
     ]
