@@ -52,7 +52,7 @@ def load_engine(args: AppArgs) -> tuple[Target, Engine]:
     import torch
 
     from valuspec.drafting.drafter import Drafter
-    from valuspec.engine.cost_cache import verify_costs
+    from valuspec.engine.cost_cache import live_costs
     from valuspec.engine.engine import Engine as ValuSpecEngine
     from valuspec.engine.target import Target as ValuSpecTarget
 
@@ -64,7 +64,7 @@ def load_engine(args: AppArgs) -> tuple[Target, Engine]:
         target, drafter=Drafter(), thresholds=thresholds, max_batch_size=args.max_batch_size
     )
     _warm_up(engine)
-    engine.live_costs = LiveCosts(verify_costs(target, args.max_batch_size))
+    engine.live_costs = live_costs(target, args.max_batch_size)
     return target, engine
 
 

@@ -300,6 +300,7 @@ class TargetReplica:
 
     def __del__(self) -> None:
         self._loop.stop()
+        self._engine.live_costs.close()
         self._log.close()
 
 

@@ -124,9 +124,16 @@ class LiveCosts:
     Use from one thread.
     """
 
-    def __init__(self, measured: Mapping[int, CostStaircase]) -> None:
-        """measured: cost staircase by batch size; forwards of other batch sizes do not count."""
+    def __init__(
+        self,
+        measured: Mapping[int, CostStaircase],
+        *,
+        keep: Callable[[dict[int, CostStaircase]], None] = lambda costs: None,
+    ) -> None:
+        """measured: cost staircase by batch size; forwards of other batch sizes do not count
+        keep: told at the end what was learned, for the next start"""
         self._measured = dict(measured)
+        self._keep = keep
         self._forwards: dict[int, deque[tuple[float, float]]] = {
             size: deque(maxlen=WINDOW) for size in measured
         }
@@ -143,3 +150,9 @@ class LiveCosts:
             forwards = np.array(self._forwards[size], float).reshape(-1, 2)
             costs[size] = measured.refreshed(forwards[:, 0], forwards[:, 1])
         return costs
+
+    def close(self) -> None:
+        """Hand over what was learned, if anything was."""
+        costs = self.current()
+        if costs != self._measured:
+            self._keep(costs)

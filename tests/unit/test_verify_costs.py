@@ -9,9 +9,9 @@ import pytest
 
 from tests.support.engines import engine_of, request, run
 from tests.support.tiny_models import tiny_target
-from valuspec.cost import ROWS, CostStaircase
+from valuspec.cost import MIN_FORWARDS, ROWS, CostStaircase
 from valuspec.engine import cost_cache, measure
-from valuspec.engine.cost_cache import verify_costs
+from valuspec.engine.cost_cache import live_costs
 from valuspec.engine.measure import MAX_ROWS, measure_costs
 from valuspec.engine.target import Target
 
@@ -51,9 +51,9 @@ def test_without_time_larger_batches_are_estimated(target, monkeypatch) -> None:
 def test_costs_are_measured_once_per_machine(target, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("VALUSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(cost_cache, "measure_costs", lambda target, size: COSTS)
-    assert verify_costs(target, 4) == COSTS
+    assert live_costs(target, 4).current() == COSTS
     monkeypatch.setattr(cost_cache, "measure_costs", lambda target, size: pytest.fail("again"))
-    assert verify_costs(target, 4) == COSTS
+    assert live_costs(target, 4).current() == COSTS
 
 
 @pytest.mark.parametrize(
@@ -64,29 +64,45 @@ def test_costs_of_another_model_or_machine_are_refused(
 ) -> None:
     monkeypatch.setenv("VALUSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(cost_cache, "measure_costs", lambda target, size: COSTS)
-    verify_costs(target, 4)
+    live_costs(target, 4)
     (kept,) = Path(tmp_path).rglob("*.json")
     content = json.loads(kept.read_text())
     content["of"][changed] = "another"
     kept.write_text(json.dumps(content))
     other = {1: CostStaircase((1, 2), (0.3, 0.4))}
     monkeypatch.setattr(cost_cache, "measure_costs", lambda target, size: other)
-    assert verify_costs(target, 4) == other
+    assert live_costs(target, 4).current() == other
     # And a subject of its own has a file of its own.
     described = cost_cache.describe(target)
     monkeypatch.setattr(cost_cache, "describe", lambda target: described | {changed: "another"})
-    verify_costs(target, 4)
+    live_costs(target, 4)
     assert len(list(Path(tmp_path).rglob("*.json"))) == 2
+
+
+def test_what_live_forwards_taught_is_there_at_the_next_start(
+    target, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("VALUSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(cost_cache, "measure_costs", lambda target, size: COSTS)
+    busy = live_costs(target, 4)
+    (kept,) = Path(tmp_path).rglob("*.json")
+    written = kept.stat().st_mtime_ns
+    busy.close()  # nothing was learned
+    assert kept.stat().st_mtime_ns == written
+    for _ in range(MIN_FORWARDS):
+        busy.add(batch_size=1, num_rows=1, seconds=0.005)
+    busy.close()
+    assert live_costs(target, 4).current()[1].seconds == pytest.approx((0.005, 0.01))
 
 
 @pytest.mark.parametrize("damage", ["", "[]", "{}", '{"of": 1', '{"of": null, "costs": 3}'])
 def test_a_damaged_file_is_measured_again(damage, target, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("VALUSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(cost_cache, "measure_costs", lambda target, size: COSTS)
-    verify_costs(target, 4)
+    live_costs(target, 4)
     (kept,) = Path(tmp_path).rglob("*.json")
     kept.write_text(damage)
-    assert verify_costs(target, 4) == COSTS
+    assert live_costs(target, 4).current() == COSTS
     assert json.loads(kept.read_text())["of"]["dtype"] == "float32"
 
 
@@ -96,7 +112,7 @@ def test_a_cache_that_cannot_be_written_costs_only_the_next_start(
     (tmp_path / "file").touch()
     monkeypatch.setenv("VALUSPEC_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr(cost_cache, "measure_costs", lambda target, size: COSTS)
-    assert verify_costs(target, 4) == COSTS
+    assert live_costs(target, 4).current() == COSTS
 
 
 def test_the_engine_times_its_forwards(target) -> None:

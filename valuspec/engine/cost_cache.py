@@ -1,7 +1,8 @@
 """Verify costs of this machine, measured at the first start and kept for the next ones.
 
-They lie in the user's cache folder, one file per model, machine, dtype and whatever else the time
-of a forward depends on; a file that does not say exactly that is measured again.
+What live forwards have taught is kept too: the first start may have met a busy machine. Costs lie
+in the user's cache folder, one file per model, machine, dtype and whatever else the time of a
+forward depends on; a file that does not say exactly that is measured again.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import json
 import logging
 import os
 import platform
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from valuspec.cost import CostStaircase
+from valuspec.cost import CostStaircase, LiveCosts
 from valuspec.engine.measure import measure_costs
 from valuspec.engine.target import Target
 from valuspec.engine.weights import cache_dir
@@ -25,8 +27,8 @@ from valuspec.engine.weights import cache_dir
 logger = logging.getLogger(__name__)
 
 
-def verify_costs(target: Target, max_batch_size: int) -> dict[int, CostStaircase]:
-    """Cost staircases by batch size, up to `max_batch_size`. Takes seconds the first time."""
+def live_costs(target: Target, max_batch_size: int) -> LiveCosts:
+    """Verify costs of batches up to `max_batch_size`. Takes seconds the first time."""
     subject = describe(target) | {"max_batch_size": max_batch_size}
     name = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()[:24]
     path = cache_dir() / "verify-costs" / f"{name}.json"
@@ -35,7 +37,7 @@ def verify_costs(target: Target, max_batch_size: int) -> dict[int, CostStaircase
         logger.info("measuring the verify cost of batches up to %d", max_batch_size)
         costs = measure_costs(target, max_batch_size)
         _save(path, subject, costs)
-    return costs
+    return LiveCosts(costs, keep=partial(_save, path, subject))
 
 
 def describe(target: Target) -> dict[str, Any]:
