@@ -37,7 +37,8 @@ class Evidence(NamedTuple):
     """One entry per node v of a candidate tree, for the edge u→v from its parent (or the context).
 
     An occurrence is an earlier place where the context's end was seen; its match length is the
-    number of equal tokens before the draft begins.
+    number of equal tokens before the draft begins. It is closer the longer the match, and the more
+    tokens of the passage before agree.
     """
 
     sources: IntArray
@@ -51,7 +52,7 @@ class Evidence(NamedTuple):
     depth: IntArray
     """1 for children of the context."""
     share: FloatArray
-    """Share of v among u's continuations, longer matches weighing more; 0 to 1."""
+    """Share of v among u's continuations, closer occurrences weighing more; 0 to 1."""
     own_share: FloatArray
     """The same within the request's own text; NaN where it does not go on from u."""
     probability: FloatArray

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from valuspec import evidence
 from valuspec.cost import CostStaircase
+from valuspec.drafting import candidates
 from valuspec.errors import ThresholdError
 
 SCHEMA = 1
@@ -31,10 +32,11 @@ Counts = NDArray[np.int64]
 
 
 def signature_scheme() -> str:
-    """Hash of the bucket edges: rates counted under other buckets mean something else."""
+    """Hash of the bucket edges and of what shares weigh: other rates mean something else."""
     edges = [evidence.SHARE_EDGES, evidence.OWN_SHARE_EDGES, evidence.COUNT_EDGES,
              evidence.LENGTH_EDGES, evidence.DEPTH_EDGES, evidence.PROBABILITY_EDGES]  # fmt: skip
-    text = json.dumps([[e.tolist() for e in edges], evidence.SHAPE])
+    weights = [candidates.MATCH_WEIGHT, candidates.AGREEMENT_WEIGHT]
+    text = json.dumps([[e.tolist() for e in [*edges, *weights]], evidence.SHAPE])
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

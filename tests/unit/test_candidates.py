@@ -9,9 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from valuspec.drafting.candidates import DOUBT, EVIDENCE_WEIGHT, CandidateBuilder, draft_reach
+from valuspec.drafting.candidates import (
+    AGREEMENT_WEIGHT,
+    DOUBT,
+    MATCH_WEIGHT,
+    CandidateBuilder,
+    draft_reach,
+)
 from valuspec.drafting.drafter import MAX_DEPTH, Drafter
-from valuspec.drafting.suffix import MAX_MATCH, SEPARATOR, Continuations
+from valuspec.drafting.suffix import CONTEXT, MAX_MATCH, SEPARATOR, Continuations
 from valuspec.evidence import CandidateTree, Source
 from valuspec.tree import DraftTree
 
@@ -23,11 +29,12 @@ class Node:
     children: dict[int, Node] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
     weights: list[int] = field(default_factory=list)
+    agreement: list[int] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
 
     def supports(self) -> list[float]:
-        pairs = zip(self.lengths, self.weights, strict=True)
-        return [float(EVIDENCE_WEIGHT[length] * weight) for length, weight in pairs]
+        rows = zip(self.lengths, self.agreement, self.weights, strict=True)
+        return [float(MATCH_WEIGHT[n] * AGREEMENT_WEIGHT[a] * weight) for n, a, weight in rows]
 
     @property
     def support(self) -> float:
@@ -39,18 +46,20 @@ class Node:
         return sum(support for support, source in pairs if source == Source.OWN)
 
 
-Continuation = tuple[list[int], list[int], int, int]  # tokens, weights, match length, source
+Continuation = tuple[list[int], list[int], int, int, int]
+"""Tokens, weights, match length, agreement, source."""
 
 
 def naive_trie(rows: list[Continuation], max_depth: int) -> Node:
     root = Node()
-    for tokens, weights, length, source in rows:
+    for tokens, weights, length, agreement, source in rows:
         node = root
         for token, weight in list(zip(tokens, weights, strict=True))[
             : min(max_depth, draft_reach(length))
         ]:
             node = node.children.setdefault(token, Node())
             node.lengths.append(length)
+            node.agreement.append(agreement)
             node.weights.append(weight)
             node.sources.append(source)
     return root
@@ -58,11 +67,12 @@ def naive_trie(rows: list[Continuation], max_depth: int) -> Node:
 
 def build(rows: list[Continuation], max_nodes: int, max_depth: int) -> CandidateTree:
     found = Continuations.allocate(64, MAX_DEPTH)
-    for row, (tokens, weights, length, source) in enumerate(rows):
+    for row, (tokens, weights, length, agreement, source) in enumerate(rows):
         found.tokens[row, : len(tokens)] = tokens
         found.tokens[row, len(tokens) :] = SEPARATOR
         found.weights[row, : len(tokens)] = weights
         found.lengths[row], found.sources[row] = length, source
+        found.agreement[row] = agreement
     return CandidateBuilder().build(found, len(rows), max_nodes, max_depth)
 
 
@@ -72,9 +82,8 @@ def continuations(draw: st.DrawFn) -> list[Continuation]:
     for _ in range(draw(st.integers(0, 30))):
         tokens = draw(st.lists(st.integers(0, 3), min_size=1, max_size=MAX_DEPTH))
         weights = [draw(st.integers(0, 3)) for _ in tokens]
-        rows.append(
-            (tokens, weights, draw(st.integers(1, MAX_MATCH)), draw(st.sampled_from([1, 2, 4])))
-        )
+        length, more = draw(st.integers(1, MAX_MATCH)), draw(st.integers(0, CONTEXT - MAX_MATCH))
+        rows.append((tokens, weights, length, length + more, draw(st.sampled_from([1, 2, 4]))))
     return rows
 
 

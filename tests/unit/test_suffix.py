@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from valuspec.drafting.suffix import (
+    CONTEXT,
     GRAMS,
     MAX_HITS,
     MAX_MATCH,
@@ -19,7 +20,8 @@ from valuspec.drafting.suffix import (
 )
 
 DEPTH = 15
-Row = tuple[int, tuple[int, ...], tuple[int, ...]]  # match length, tokens, weights
+Row = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+"""Match length, agreement, tokens, weights."""
 
 
 @dataclass
@@ -42,18 +44,22 @@ class NaiveIndex:
         for position in range(len(self.tokens) - 2, oldest - 1, -1):
             length = 0
             while (
-                length < len(tail)
+                length < min(len(tail), MAX_MATCH)
                 and position - length >= oldest
                 and self.tokens[position - length] == tail[-1 - length]
             ):
                 length += 1
+            before = self.tokens[oldest : position + 1]
+            if SEPARATOR in before:
+                before = before[len(before) - before[::-1].index(SEPARATOR) :]
+            agreement = sum(a == b for a, b in zip(before[::-1], tail[::-1], strict=False))
             follow = self.tokens[position + 1 : position + 1 + DEPTH]
             if SEPARATOR in follow:
                 follow = follow[: follow.index(SEPARATOR)]
             if length and follow and self.owners[position] == owner:
                 level = max(i for i, n in enumerate(GRAMS) if n <= length)
                 weights = self.weights[position + 1 : position + 1 + len(follow)]
-                by_gram[level].append((length, tuple(follow), tuple(weights)))
+                by_gram[level].append((length, agreement, tuple(follow), tuple(weights)))
         return [row for rows in reversed(by_gram) for row in rows[:MAX_HITS]]
 
 
@@ -65,7 +71,8 @@ def search(index: SuffixIndex, tail: list[int], owner: int = 0) -> list[Row]:
         tokens = found.tokens[row].tolist()
         depth = tokens.index(SEPARATOR) if SEPARATOR in tokens else DEPTH
         weights = tuple(found.weights[row, :depth].tolist())
-        result.append((int(found.lengths[row]), tuple(tokens[:depth]), weights))
+        length, agreement = int(found.lengths[row]), int(found.agreement[row])
+        result.append((length, agreement, tuple(tokens[:depth]), weights))
     return result
 
 
@@ -84,7 +91,7 @@ chunks = st.lists(
 @given(
     chunks,
     st.sampled_from([16, 32, 64]),
-    st.lists(st.integers(0, 3), max_size=MAX_MATCH),
+    st.lists(st.integers(0, 3), max_size=CONTEXT),
 )
 def test_finds_what_a_naive_search_finds(
     documents: list[tuple[list[int], int, int]], capacity: int, tail: list[int]
@@ -106,14 +113,20 @@ def test_pieces_append_like_the_whole(tokens: list[int], piece: int) -> None:
     whole.append(np.array(tokens, np.int32))
     for start in range(0, len(tokens), piece):
         pieces.append(np.array(tokens[start : start + piece], np.int32))
-    tail = tokens[-MAX_MATCH:]
+    tail = tokens[-CONTEXT:]
     assert search(whole, tail) == search(pieces, tail)
 
 
 def test_match_length_is_capped() -> None:
     index = SuffixIndex(256)
     index.append(np.array([*range(100, 140), 7], np.int32))
-    assert search(index, list(range(124, 140))) == [(MAX_MATCH, (7,), (1,))]
+    assert search(index, list(range(110, 140))) == [(MAX_MATCH, 30, (7,), (1,))]
+
+
+def test_a_passage_with_another_name_in_it_agrees_all_the_same() -> None:
+    index = SuffixIndex(64)
+    index.append(np.array([1, 2, 3, 50, 4, 5, 6], np.int32))
+    assert search(index, [9, 2, 3, 51, 4, 5]) == [(2, 4, (6,), (1,))]
 
 
 def test_the_open_end_of_the_context_is_no_match_of_itself() -> None:
@@ -125,7 +138,7 @@ def test_the_open_end_of_the_context_is_no_match_of_itself() -> None:
 def test_eviction_is_by_tokens() -> None:
     index = SuffixIndex(16)
     index.append(np.array([1, 2, 3, SEPARATOR], np.int32))
-    assert search(index, [1, 2]) == [(2, (3,), (1,))]
+    assert search(index, [1, 2]) == [(2, 2, (3,), (1,))]
     index.append(np.arange(20, 34, dtype=np.int32))  # 18 tokens in all: 1 and 2 are gone
     assert len(index) == 16
     assert search(index, [1, 2]) == []

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from valuspec.drafting.suffix import MAX_MATCH, Continuations
+from valuspec.drafting.suffix import CONTEXT, MAX_MATCH, Continuations
 from valuspec.evidence import CandidateTree, Evidence
 from valuspec.jit import kernel
 from valuspec.tree import DraftTree
@@ -26,8 +26,10 @@ OWN = 1
 
 IntArray = NDArray[np.int32]
 
-EVIDENCE_WEIGHT = np.array([float(length * length) for length in range(MAX_MATCH + 1)])
+MATCH_WEIGHT = np.array([float(length * length) for length in range(MAX_MATCH + 1)])
 """How much one occurrence weighs by match length: long matches outvote short ones."""
+AGREEMENT_WEIGHT = np.array([1.1**equal for equal in range(CONTEXT + 1)])
+"""And by agreement: of matches as long, those in a like passage count more."""
 DOUBT = 4.0
 """Weight of the unseen: a lone short match keeps a small share."""
 
@@ -102,6 +104,7 @@ def _build(
         for row in range(num_rows):
             if found.lengths[row] != length:
                 continue
+            row_weight = MATCH_WEIGHT[length] * AGREEMENT_WEIGHT[found.agreement[row]]
             node = 0
             for depth in range(reach):
                 token = found.tokens[row, depth]
@@ -117,7 +120,7 @@ def _build(
                     used = _new_node(pool, child, token, node)
                     pool.match_length[child] = length
                 weight = found.weights[row, depth]
-                support = EVIDENCE_WEIGHT[length] * weight
+                support = row_weight * weight
                 pool.sources[child] |= found.sources[row]
                 pool.visits[child] += weight
                 pool.child_visits[node] += weight

@@ -8,7 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from valuspec.drafting.candidates import CandidateBuilder
-from valuspec.drafting.suffix import GRAMS, MAX_HITS, MAX_MATCH, Continuations, SuffixIndex
+from valuspec.drafting.suffix import (
+    CONTEXT,
+    GRAMS,
+    MAX_HITS,
+    MAX_MATCH,
+    Continuations,
+    SuffixIndex,
+)
 from valuspec.evidence import CandidateTree, Source
 from valuspec.tree import DraftTree
 
@@ -45,7 +52,7 @@ class Drafter:
 
     def remember(self, namespace: str, prompt_ids: TokenIds, output_ids: TokenIds) -> None:
         """Add a finished answer to the shared store, the end of its prompt as context."""
-        prompt = np.asarray(prompt_ids[-MAX_MATCH:], np.int32)
+        prompt = np.asarray(prompt_ids[-CONTEXT:], np.int32)
         owner = self._owner(namespace)
         self._shared.append(prompt, 0, owner)
         self._shared.append(np.asarray(output_ids, np.int32), 1, owner)
@@ -74,7 +81,7 @@ class DraftSession:
 
     def _extend(self, tokens: IntArray) -> None:
         self._own.append(tokens)
-        self._tail = np.concatenate((self._tail, tokens[-MAX_MATCH:]))[-MAX_MATCH:]
+        self._tail = np.concatenate((self._tail, tokens[-CONTEXT:]))[-CONTEXT:]
 
     def add_retrieved(self, trees: Iterable[DraftTree]) -> None:
         """Search these trees too, the most similar first; each hangs off a prompt like this one.

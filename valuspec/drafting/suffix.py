@@ -21,6 +21,8 @@ from valuspec.jit import kernel
 SEPARATOR = -1
 MAX_MATCH = 16
 """Longest match length told apart, in tokens."""
+CONTEXT = 32
+"""Tokens before the draft in which agreement is counted."""
 GRAMS = (1, 2, 4, 8)
 """Lengths of the hashed token groups, ascending."""
 MAX_HITS = 24
@@ -37,12 +39,15 @@ class Continuations(NamedTuple):
     tokens:  int32 [max_rows, max_depth], padded with -1
     weights: int32 [max_rows, max_depth], how many answers each token stands for
     lengths: int32 [max_rows], match length in tokens, 1 to MAX_MATCH
+    agreement: int32 [max_rows], equal tokens among the last CONTEXT, compared place by place: a
+        passage that differs in a name or a number still shows
     sources: int32 [max_rows], see `evidence.Source`
     """
 
     tokens: IntArray
     weights: IntArray
     lengths: IntArray
+    agreement: IntArray
     sources: IntArray
 
     @classmethod
@@ -50,6 +55,7 @@ class Continuations(NamedTuple):
         return cls(
             np.full((max_rows, max_depth), SEPARATOR, np.int32),
             np.zeros((max_rows, max_depth), np.int32),
+            np.zeros(max_rows, np.int32),
             np.zeros(max_rows, np.int32),
             np.zeros(max_rows, np.int32),
         )
@@ -104,7 +110,7 @@ class SuffixIndex:
     ) -> int:
         """Write what followed earlier occurrences of `tail`'s end; return the next free row.
 
-        tail: int32 [<= MAX_MATCH], the last tokens of the context. Rows are written from `row`
+        tail: int32 [<= CONTEXT], the last tokens of the context. Rows are written from `row`
         on, longest token group first and latest first within a chain, until `out` is full.
         """
         return _search(self._ring, tail, owner, source, out, row)
@@ -149,6 +155,7 @@ def _search(ring: Any, tail: Any, owner: int, source: int, out: Any, row: int) -
                 code = _mix(code, tail[tail.size - 1 - back])
                 back += 1
             starts[level] = ring.heads[level, _bucket(code, mask)]
+    longest = min(tail.size, MAX_MATCH)
     for level in range(len(GRAMS) - 1, -1, -1):
         # Longer matches were found by the longer group already.
         limit = GRAMS[level + 1] if level + 1 < len(GRAMS) else MAX_MATCH + 1
@@ -160,7 +167,7 @@ def _search(ring: Any, tail: Any, owner: int, source: int, out: Any, row: int) -
             if follow < end and ring.tokens[follow & mask] >= 0:
                 length = 0
                 while (
-                    length < tail.size
+                    length < longest
                     and length < limit
                     and position - length >= oldest
                     and ring.tokens[(position - length) & mask] == tail[tail.size - 1 - length]
@@ -179,11 +186,26 @@ def _search(ring: Any, tail: Any, owner: int, source: int, out: Any, row: int) -
                     if depth < max_depth:
                         out.tokens[row, depth] = SEPARATOR
                     out.lengths[row] = length
+                    out.agreement[row] = length + _agreement(ring, tail, position, length, oldest)
                     out.sources[row] = source
                     row += 1
                     hits += 1
             position = ring.links[level, position & mask]
     return row
+
+
+@kernel
+def _agreement(ring: Any, tail: Any, position: int, skipped: int, oldest: int) -> int:
+    """Equal tokens before `position` and `tail`'s end, the last `skipped` ones left out."""
+    mask = ring.tokens.size - 1
+    equal = 0
+    for back in range(skipped, min(tail.size, position - oldest + 1)):
+        token = ring.tokens[(position - back) & mask]
+        if token < 0:
+            break
+        if token == tail[tail.size - 1 - back]:
+            equal += 1
+    return equal
 
 
 @kernel
