@@ -10,12 +10,16 @@ from jobs.history import Answers, Split, capped, retrieve, vocab_size
 from valuspec.calibration import calibrate
 from valuspec.cost import CostStaircase
 from valuspec.drafting.drafter import Drafter
-from valuspec.errors import ThresholdError
+from valuspec.errors import ThresholdError, ValuSpecError
 from valuspec.replay import Trajectory
 from valuspec.thresholds import ThresholdSet
 
 MIN_PART = 10
 """Fewest answers of the calibration and of the evaluation part."""
+
+
+class NotEnoughDataError(ValuSpecError):
+    """There is too little to learn from or to judge by; the message has the numbers."""
 
 
 def learn(
@@ -29,7 +33,7 @@ def learn(
     """Calibrate with the calibration part, drafting from the history before it.
 
     Nothing but the arguments enters the set, no clock and no host, so its version says whether
-    two runs came to the same result. Raises ThresholdError when there is too little to learn from.
+    two runs came to the same result. Raises NotEnoughDataError.
     """
     check_size(split)
     history = [answers.trajectories[i] for i in split.history]
@@ -40,26 +44,27 @@ def learn(
     if num_trees:
         trees = retrieve(history, calibration, vocab_size(history + calibration), num_trees)
         calibration = [replace(t, retrieved=r) for t, r in zip(calibration, trees, strict=True)]
-    return calibrate(
-        calibration,
-        drafter,
-        costs,
-        model_fingerprint=answers.model_fingerprint,
-        provenance={
-            "made_by": made_by,
-            "num_history": len(history),
-            "num_trajectories": len(calibration),
-            "num_trees": num_trees,
-            "answers": digest(history + calibration),
-        },
-    )
+    provenance = {
+        "made_by": made_by,
+        "num_history": len(history),
+        "num_trajectories": len(calibration),
+        "num_trees": num_trees,
+        "answers": digest(history + calibration),
+    }
+    model = answers.model_fingerprint
+    try:
+        return calibrate(
+            calibration, drafter, costs, model_fingerprint=model, provenance=provenance
+        )
+    except ThresholdError as error:
+        raise NotEnoughDataError(str(error)) from error
 
 
 def check_size(split: Split) -> None:
-    """Raise ThresholdError unless both parts hold enough answers."""
+    """Raise NotEnoughDataError unless both parts hold enough answers."""
     if min(len(split.calibration), len(split.evaluation)) < MIN_PART:
         total = split.evaluation.stop
-        raise ThresholdError(f"{total} usable answers; at least {5 * MIN_PART} needed")
+        raise NotEnoughDataError(f"{total} usable answers; at least {5 * MIN_PART} needed")
 
 
 def digest(trajectories: Sequence[Trajectory]) -> str:

@@ -11,7 +11,7 @@ from jobs.evaluation import evaluate
 from jobs.figures import NAMES
 from jobs.findings import Evaluation
 from jobs.history import Answers, Split
-from jobs.learning import learn
+from jobs.learning import NotEnoughDataError, learn
 from jobs.report import Report
 from jobs.workers import say, workers
 from valuspec.cost import CostStaircase
@@ -53,7 +53,7 @@ def predict(
         try:
             say(f"calibrating with {len(split.calibration)} answers")
             made = learn(answers, split, costs, num_trees=num_trees, made_by="valuspec replay")
-        except ThresholdError as error:
+        except NotEnoughDataError as error:
             say(f"not calibrating: {error}")
             made = before
         say(f"replaying {len(split.evaluation)} held-out answers")

@@ -15,7 +15,7 @@ from pathlib import Path
 from jobs.evaluation import evaluate
 from jobs.findings import Comparison, Evaluation
 from jobs.history import Answers, Split
-from jobs.learning import check_size, learn
+from jobs.learning import NotEnoughDataError, check_size, learn
 from jobs.prediction import choose_costs
 from jobs.report import Report
 from jobs.workers import Workers, say
@@ -65,7 +65,7 @@ async def recalibrate(settings: Settings, store: ThresholdStore | None, pool: Wo
     run = _Run(settings, store, pool, answers, split, costs)
     try:
         outcome, verdict = await run.work()
-    except ThresholdError as error:
+    except NotEnoughDataError as error:
         outcome, verdict = "not enough data", f"Nothing published: {error}."
     except PublishRefusedError as error:
         outcome, verdict = "overtaken", f"Nothing published: {error}."
@@ -109,7 +109,7 @@ class _Run:
     evaluation: Evaluation | None = None
 
     async def work(self) -> tuple[str, str]:
-        """(outcome, verdict). Raises ThresholdError, PublishRefusedError, StoreError."""
+        """(outcome, verdict). Raises NotEnoughDataError, PublishRefusedError, StoreError."""
         check_size(self.split)
         if self.store is None or self.settings.dry_run:
             made, decision = await self._decide(await self._pointer())

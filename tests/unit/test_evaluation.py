@@ -16,12 +16,11 @@ from jobs import report as report_module
 from jobs.evaluation import CURVE_TAUS, evaluate
 from jobs.findings import Evaluation
 from jobs.history import Answers, Split
-from jobs.learning import digest, learn
+from jobs.learning import NotEnoughDataError, digest, learn
 from jobs.report import Report, write_whole
 from jobs.workers import InProcess
 from tests.support.trajectories import COST, markov_answers
 from valuspec.cost import CostStaircase
-from valuspec.errors import ThresholdError
 from valuspec.thresholds import ThresholdSet
 
 ANSWERS = [replace(t, namespace="ab"[i % 2]) for i, t in enumerate(markov_answers(60, 3, 30))]
@@ -71,7 +70,7 @@ def test_nothing_held_out_enters_the_set(thresholds) -> None:
 
 def test_too_few_answers_make_no_set() -> None:
     few = ANSWERS[:49]
-    with pytest.raises(ThresholdError, match="49 usable answers; at least 50"):
+    with pytest.raises(NotEnoughDataError, match="49 usable answers; at least 50"):
         made_from(few, Split.of(len(few)))
 
 
