@@ -25,14 +25,14 @@ from bench.identity import IdentityCheck
 from tests.support import engines
 from tests.support.tiny_models import EOS, tiny_model, tiny_target, wrap
 from valuspec.engine import engine as engine_module
-from valuspec.engine import path_attention, two_zone
+from valuspec.engine import path_kernels, two_zone
 from valuspec.engine import target as target_module
 from valuspec.engine.attention import Attention
-from valuspec.engine.decoder import LeanDecoder
 from valuspec.engine.engine import Engine
 from valuspec.engine.kv_cache import BLOCK, KvCache
 from valuspec.engine.path_attention import PathAttention
 from valuspec.engine.probe import choose_exact_mode
+from valuspec.engine.row_ops import RmsNorm, Rotary
 from valuspec.engine.rows import SequenceRows
 from valuspec.engine.sequence import Sequence
 from valuspec.engine.two_zone import Group, TwoZoneAttention
@@ -121,9 +121,9 @@ class Mutation:
     def apply(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(target_module, "attention_for", lambda *_: self.attention)
         function = inspect.getattr_static(self.owner, self.name)
-        if hasattr(function, "py_func"):  # compiled: compile the mutant too, and keep no copy
+        if compiled := hasattr(function, "py_func"):
             function = function.py_func
-            monkeypatch.setattr(path_attention, "kernel", njit)
+            monkeypatch.setattr(self.owner, "kernel", njit)  # leaves no copy on disk
         source = textwrap.dedent(inspect.getsource(function))
         assert source.count(self.old) == 1, "the code has changed; the mutation needs to follow"
         code = compile(
@@ -135,6 +135,10 @@ class Mutation:
         defined: dict[str, Any] = {}
         exec(code, vars(sys.modules[function.__module__]), defined)
         monkeypatch.setattr(self.owner, self.name, defined[function.__name__])
+        if compiled:  # compile anew what may call it
+            for name, other in list(vars(self.owner).items()):
+                if hasattr(other, "py_func"):
+                    monkeypatch.setattr(self.owner, name, njit(other.py_func))
 
 
 TwoZoneMutation = partial(Mutation, attention=TwoZoneAttention)
@@ -197,7 +201,7 @@ MUTATIONS = [
     Mutation("only keys moved", KvCache, "move", "values.index_copy_(", "(lambda *_: None)("),
     Mutation("only values moved", KvCache, "move", "keys.index_copy_(", "(lambda *_: None)("),
     Mutation("last accepted token not committed", Engine, "_commit",
-             "sequence.committed += 1 + accepted", "sequence.committed += max(1, accepted)"),
+             "1 + len(verdict.accepted_rows)", "max(1, len(verdict.accepted_rows))"),
     # ---- the batch
     Mutation("a gap in the batch not closed", Engine, "_release",
              "self._cache.move_sequence(last.place, sequence.place, last.committed)", "pass"),
@@ -205,19 +209,22 @@ MUTATIONS = [
              "-(-num_slots // BLOCK)", "num_slots // BLOCK"),
     TwoZoneMutation("results of batch mates swapped", two_zone, "_build_group",
              "scatter.append(i * width + ", "scatter.append((count - 1 - i) * width + "),
-    Mutation("one row's values written for all", path_attention, "_store",
+    Mutation("one row's values written for all", path_kernels, "store",
              "= value[row, head, d]", "= value[0, head, d]"),
     # ---- the path
-    Mutation("the first of the near slots for the last", path_attention, "_attend",
-             "near.shape[1] - (length - start) :", ": length - start"),
-    Mutation("window one too narrow on the path", path_attention, "_attend",
-             "np.int64(length - window)", "np.int64(length - window + 1)", reference),
+    Mutation("the first of the near slots for the last", path_kernels, "_slot",
+             "paths.near.shape[1] - (paths.lengths[row] - j)", "j - paths.starts[row]"),
+    Mutation("keys before the window weighed", path_kernels, "_attend_together",
+             "skip = max(0, paths.lowest[row] - at)", "skip = 0", reference),
+    Mutation("window one too narrow on the path", PathAttention, "_through",
+             "rows.lengths - window", "rows.lengths - window + 1", reference),
     Mutation("a tree row does not see itself", target_module, "build_rows",
              "lengths = positions + 1", "lengths = np.maximum(positions, starts)"),
     # ---- the block
-    Mutation("rotation the other way round", LeanDecoder, "forward",
-             "query_key.roll(size // 2, -1), sin", "query_key.roll(size // 2, -1), -sin",
-             reference),
+    Mutation("rotation the other way round", Rotary, "rotate",
+             "x.roll(x.shape[-1] // 2, -1), sin", "x.roll(x.shape[-1] // 2, -1), -sin", reference),
+    Mutation("a residual forgotten", RmsNorm, "__call__",
+             "x.add_(residual)", "x = x + residual", reference),
 ]  # fmt: skip
 
 

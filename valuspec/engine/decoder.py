@@ -15,7 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from valuspec.engine.attention import Attention
 from valuspec.engine.linear import PackedLinear
-from valuspec.engine.norm import RmsNorm
+from valuspec.engine.row_ops import RmsNorm, Rotary
 from valuspec.engine.rows import Rows
 from valuspec.errors import ModelError
 
@@ -47,8 +47,8 @@ def build_decoder(model: PreTrainedModel, max_model_len: int) -> Decoder:
 class _Layer:
     input_norm: RmsNorm
     qkv: PackedLinear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    q_norm: RmsNorm | None
+    k_norm: RmsNorm | None
     output: PackedLinear
     post_norm: RmsNorm
     gate_up: PackedLinear
@@ -65,44 +65,33 @@ class LeanDecoder:
         self.num_kv_heads: int = config.num_key_value_heads
         attention = model.model.layers[0].self_attn
         self.head_size: int = attention.head_dim
-        self.scaling: float = attention.scaling
-        self.eps: float = config.rms_norm_eps
         self.embedding: torch.Tensor = model.model.embed_tokens.weight.detach()
-        self.norm = RmsNorm(model.model.norm.weight, self.eps)
+        self.norm = RmsNorm(model.model.norm.weight, config.rms_norm_eps)
         self.head = PackedLinear(model.lm_head.weight, model.lm_head.bias)
         self.layers = [_pack_layer(layer, config) for layer in model.model.layers]
         with torch.inference_mode():
             positions = torch.arange(max_model_len, device=self.embedding.device)[None]
             cos, sin = model.model.rotary_emb(self.embedding[:1], positions)
-        # The rotated half enters with a sign: (-x2, x1) * sin == (x2, x1) * (-sin, sin).
-        sign = torch.ones_like(sin[0, 0])
-        sign[: len(sign) // 2] = -1
-        self.cos: torch.Tensor = cos[0, :, None]  # [max_model_len, 1, head size]
-        self.sin: torch.Tensor = (sin[0] * sign)[:, None]
+        self.rotary = Rotary(cos[0], sin[0], attention.scaling)
 
     @torch.inference_mode()
     def forward(self, rows: Rows, attention: Attention) -> torch.Tensor:
         hidden = self.embedding.index_select(0, rows.token_ids)
-        cos = self.cos.index_select(0, rows.positions)
-        sin = self.sin.index_select(0, rows.positions)
+        angles = self.rotary.at(rows.positions)
         heads, kv_heads, size = self.num_heads, self.num_kv_heads, self.head_size
+        residual = None
         for index, layer in enumerate(self.layers):
-            x = layer.input_norm(hidden)
+            x = layer.input_norm(hidden, residual)
             qkv = layer.qkv(x).view(len(x), heads + 2 * kv_heads, size)
-            query_key, value = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-            if layer.q_norm is not None:
-                q, k = query_key[:, :heads], query_key[:, heads:]
-                q = functional.rms_norm(q, (size,), layer.q_norm, self.eps)
-                k = functional.rms_norm(k, (size,), layer.k_norm, self.eps)
-                query_key = torch.cat([q, k], dim=1)
-            query_key = torch.addcmul(query_key * cos, query_key.roll(size // 2, -1), sin)
-            query, key = query_key[:, :heads] * self.scaling, query_key[:, heads:]
-            x = attention.attend(index, query, key, value, window=layer.window)
-            hidden = hidden + layer.output(x)
-            x = layer.post_norm(hidden)
-            gate, up = layer.gate_up(x).chunk(2, dim=-1)
-            hidden = hidden + layer.down(functional.silu(gate).mul_(up))
-        logits: torch.Tensor = self.head(self.norm(hidden.index_select(0, rows.logit_rows)))
+            query, key, value = qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]
+            if layer.q_norm is not None and layer.k_norm is not None:
+                query, key = layer.q_norm(query), layer.k_norm(key)
+            query, key = self.rotary.rotate(query, key, angles)
+            residual = layer.output(attention.attend(index, query, key, value, window=layer.window))
+            gate, up = layer.gate_up(layer.post_norm(hidden, residual)).chunk(2, dim=-1)
+            residual = layer.down(functional.silu(gate).mul_(up))
+        x = self.norm(hidden, residual)
+        logits: torch.Tensor = self.head(x.index_select(0, rows.logit_rows))
         return logits
 
 
@@ -114,8 +103,8 @@ def _pack_layer(layer: Any, config: Any) -> _Layer:
     return _Layer(
         input_norm=RmsNorm(layer.input_layernorm.weight, config.rms_norm_eps),
         qkv=_fuse(attention.q_proj, attention.k_proj, attention.v_proj),
-        q_norm=_weight_of(attention, "q_norm"),
-        k_norm=_weight_of(attention, "k_norm"),
+        q_norm=_head_norm(attention, "q_norm", config.rms_norm_eps),
+        k_norm=_head_norm(attention, "k_norm", config.rms_norm_eps),
         output=_fuse(attention.o_proj),
         post_norm=RmsNorm(layer.post_attention_layernorm.weight, config.rms_norm_eps),
         gate_up=_fuse(mlp.gate_proj, mlp.up_proj),
@@ -124,9 +113,9 @@ def _pack_layer(layer: Any, config: Any) -> _Layer:
     )
 
 
-def _weight_of(module: Any, name: str) -> torch.Tensor | None:
-    child = getattr(module, name, None)
-    return None if child is None else child.weight.detach()
+def _head_norm(attention: Any, name: str, eps: float) -> RmsNorm | None:
+    norm = getattr(attention, name, None)
+    return None if norm is None else RmsNorm(norm.weight, eps)
 
 
 def _fuse(*linears: nn.Linear) -> PackedLinear:

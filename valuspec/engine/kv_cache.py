@@ -20,6 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
+from valuspec.engine.bits import aligned_zeros
+
 #: Positions per block.
 BLOCK = 256
 #: Columns of ones behind each value.
@@ -59,7 +61,7 @@ class KvCache:
         if self.device.type != "cpu":
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
         # numpy leaves zero pages to the system: memory is used when a slot is, not when it could.
-        lazy = np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8)
+        lazy = aligned_zeros((math.prod(shape) * self.dtype.itemsize,), np.uint8)
         return torch.from_numpy(lazy).view(self.dtype).view(shape)
 
     def _bind_layers(self) -> None:

@@ -1,0 +1,439 @@
+"""The compiled loops of `path_attention`, which says what they compute and why it is exact."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import types
+from numba.extending import intrinsic, overload
+from numpy.typing import NDArray
+
+from valuspec.engine.bits import aligned_zeros
+from valuspec.jit import kernel
+
+#: Keys turned into fp32 at a time: a tile of them, and its scores, stay close to the processor.
+TILE = 128
+#: Queries that share a tile; a row has one for each query head of a key head.
+QUERIES = 24
+#: Lanes of the sum of weights: one vector register.
+LANES = 16
+
+FloatArray = NDArray[np.float32]
+Int64Array = NDArray[np.int64]
+
+
+class Paths(NamedTuple):
+    """The keys of each row, int64 [num_rows]: `lowest` to `lengths - 1`.
+
+    Key j of a row is slot j below `starts`; above, it is an entry of `near` [num_rows, NEAR],
+    whose last is the row itself.
+    """
+
+    sequences: Int64Array
+    starts: Int64Array
+    lowest: Int64Array
+    lengths: Int64Array
+    near: Int64Array
+
+
+class Scratch(NamedTuple):
+    """Working memory of one thread, float32."""
+
+    queries: FloatArray
+    """[queries, head size rounded up to 4]; zero beyond the head size"""
+    keys: FloatArray
+    """[head size rounded up to 4, TILE]; zero beyond the head size"""
+    values: FloatArray
+    """[TILE, head size]"""
+    scores: FloatArray
+    """[queries, keys + TILE]: scores, then weights, by position"""
+    sums: FloatArray
+    """[queries, head size]: weighted values"""
+    lanes: FloatArray
+    """[LANES]"""
+
+    @classmethod
+    def allocate(cls, group_size: int, head_size: int, longest: int) -> Scratch:
+        queries, padded = max(QUERIES, group_size), -(-head_size // 4) * 4
+        longest = -(-longest // LANES) * LANES
+        return cls(
+            queries=aligned_zeros((queries, padded), np.float32),
+            keys=aligned_zeros((padded, TILE), np.float32),
+            values=aligned_zeros((TILE, head_size), np.float32),
+            scores=aligned_zeros((queries, longest + TILE), np.float32),
+            sums=aligned_zeros((queries, head_size), np.float32),
+            lanes=aligned_zeros((LANES,), np.float32),
+        )
+
+
+# -- numbers --------------------------------------------------------------------------------------
+
+
+def _widen(bits: Any) -> Any:
+    """A stored number as fp32: itself, or the bits of a bf16."""
+    raise NotImplementedError
+
+
+@overload(_widen)
+def _compile_widen(bits: Any) -> Any:
+    if isinstance(bits, types.Float):
+
+        def widen(bits: Any) -> Any:
+            return bits
+
+    else:
+
+        def widen(bits: Any) -> Any:
+            return np.int32(np.int32(bits) << np.int32(16)).view(np.float32)
+
+    return widen
+
+
+def _narrow(like: Any, value: Any) -> Any:
+    """An fp32 number in the form of `like`; bf16 rounds to nearest even."""
+    raise NotImplementedError
+
+
+@overload(_narrow)
+def _compile_narrow(like: Any, value: Any) -> Any:
+    if isinstance(like, types.Float):
+
+        def narrow(like: Any, value: Any) -> Any:
+            return value
+
+    else:
+
+        def narrow(like: Any, value: Any) -> Any:
+            bits = np.float32(value).view(np.uint32)
+            odd = (bits >> np.uint32(16)) & np.uint32(1)
+            return np.int16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+
+    return narrow
+
+
+def _compile_fma(_context: Any, a: Any, b: Any, c: Any) -> tuple[Any, Callable[..., Any]]:
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
+
+
+#: a * b + c in fp32, rounded once: here the compiler has no choice whether to fuse.
+_fma: Any = intrinsic(_compile_fma)
+
+
+@kernel
+def _exp(x: Any) -> Any:
+    """e^x in fp32 for x <= 0; Cephes' expf polynomial (error below 2 ulp)."""
+    x = max(x, np.float32(-87.0))
+    n = np.floor(_fma(x, np.float32(1.44269504), np.float32(0.5)))
+    f = _fma(n, np.float32(2.12194440e-4), _fma(n, np.float32(-0.693359375), x))
+    p = np.float32(1.9875691500e-4)
+    p = _fma(p, f, np.float32(1.3981999507e-3))
+    p = _fma(p, f, np.float32(8.3334519073e-3))
+    p = _fma(p, f, np.float32(4.1665795894e-2))
+    p = _fma(p, f, np.float32(1.6666665459e-1))
+    p = _fma(p, f, np.float32(5.0000001201e-1))
+    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return _fma(p, f * f, f + np.float32(1.0)) * power
+
+
+# -- the walk -------------------------------------------------------------------------------------
+
+
+@kernel
+def store(key: Any, value: Any, keys: Any, values: Any, sequences: Any, slots: Any) -> None:
+    """Write the rows' keys and values; layouts as in KvCache."""
+    heads, size, block_size = keys.shape[2], keys.shape[3], keys.shape[4]
+    for row in range(slots.size):
+        block, within = slots[row] // block_size, slots[row] % block_size
+        for head in range(heads):
+            for d in range(size):
+                keys[block, sequences[row], head, d, within] = key[row, head, d]
+                values[block, sequences[row], head, within, d] = value[row, head, d]
+
+
+@kernel
+def attend(
+    query: Any,
+    keys: Any,
+    values: Any,
+    sequences: Any,
+    starts: Any,
+    lowest: Any,
+    lengths: Any,
+    near: Any,
+    softcap: float,
+    out: Any,
+    queries: Any,
+    key_tile: Any,
+    value_tile: Any,
+    scores: Any,
+    sums: Any,
+    lanes: Any,
+    first: int,
+    last: int,
+) -> None:
+    """out[row] = attention of query[row] [heads, head size], for rows first to last - 1.
+
+    The other arguments are the fields of `Paths` and of `Scratch`, one by one: a call that passes
+    a named tuple goes through Python again to find its type.
+    Rows of one sequence go together, as many as share a tile.
+    """
+    paths = Paths(sequences, starts, lowest, lengths, near)
+    scratch = Scratch(queries, key_tile, value_tile, scores, sums, lanes)
+    group = query.shape[1] // keys.shape[2]
+    low = first
+    while low < last:
+        sequence, high = paths.sequences[low], low + 1
+        while (
+            high < last and paths.sequences[high] == sequence
+            and (high + 1 - low) * group <= QUERIES
+        ):  # fmt: skip
+            high += 1
+        for head in range(keys.shape[2]):
+            _attend_together(
+                query[:, head * group : (head + 1) * group],
+                keys,
+                values,
+                head,
+                paths,
+                softcap,
+                out[:, head * group : (head + 1) * group],
+                scratch,
+                low,
+                high,
+            )
+        low = high
+
+
+@kernel
+def _attend_together(
+    query: Any,
+    keys: Any,
+    values: Any,
+    head: int,
+    paths: Paths,
+    softcap: float,
+    out: Any,
+    scratch: Scratch,
+    low: int,
+    high: int,
+) -> None:
+    """Rows low to high - 1, all of one sequence; query, out [num_rows, group, head size] of `head`.
+
+    Up to the lowest of their starts the rows share the keys; beyond it each has its own.
+    """
+    group, size, block_size = query.shape[1], query.shape[2], keys.shape[4]
+    sequence = paths.sequences[low]
+    shared = paths.starts[low:high].min()
+    lowest, all_from = paths.lowest[low:high].min(), paths.lowest[low:high].max()
+
+    for row in range(low, high):
+        for g in range(group):
+            for d in range(size):
+                scratch.queries[(row - low) * group + g, d] = _widen(query[row, g, d])
+    at = lowest
+    while at < shared:
+        count = min(TILE, block_size - at % block_size, shared - at)
+        block = keys[at // block_size, sequence, head]
+        _load_keys(scratch.keys, block, at % block_size, count)
+        _score(scratch, 0, (high - low) * group, at, count)
+        at += count
+    for row in range(low, high):
+        at, length = max(shared, paths.lowest[row]), paths.lengths[row]
+        for j in range(at, length):
+            slot = _slot(paths, row, j)
+            for d in range(size):
+                key = keys[slot // block_size, sequence, head, d, slot % block_size]
+                scratch.keys[d, j - at] = _widen(key)
+        _score(scratch, (row - low) * group, (row - low + 1) * group, at, length - at)
+
+    for row in range(low, high):
+        for i in range((row - low) * group, (row - low + 1) * group):
+            score = scratch.scores[i]
+            if softcap > 0:
+                for j in range(paths.lowest[row], paths.lengths[row]):
+                    score[j] = np.float32(softcap * math.tanh(score[j] / softcap))
+            _soften(score, paths.lowest[row], paths.lengths[row], scratch.lanes)
+
+    scratch.sums[: (high - low) * group] = np.float32(0)
+    at = lowest
+    while at < shared:
+        count = min(TILE, block_size - at % block_size, shared - at)
+        block = values[at // block_size, sequence, head]
+        _load_values(scratch.values, block[at % block_size : at % block_size + count], 0)
+        if at >= all_from:
+            _weigh(scratch, 0, (high - low) * group, at, 0, count)
+        else:
+            for row in range(low, high):
+                skip = max(0, paths.lowest[row] - at)
+                _weigh(scratch, (row - low) * group, (row - low + 1) * group, at, skip, count)
+        at += count
+    for row in range(low, high):
+        at, length = max(shared, paths.lowest[row]), paths.lengths[row]
+        for j in range(at, length):
+            slot = _slot(paths, row, j)
+            block = values[slot // block_size, sequence, head]
+            _load_values(scratch.values, block[slot % block_size : slot % block_size + 1], j - at)
+        _weigh(scratch, (row - low) * group, (row - low + 1) * group, at, 0, length - at)
+        for g in range(group):
+            result = out[row, g]
+            for d in range(size):
+                result[d] = _narrow(result[d], scratch.sums[(row - low) * group + g, d])
+
+
+@kernel
+def _slot(paths: Paths, row: int, j: int) -> int:
+    """Where key j of a row lies."""
+    if j < paths.starts[row]:
+        return j
+    return int(paths.near[row, paths.near.shape[1] - (paths.lengths[row] - j)])
+
+
+@kernel
+def _load_keys(tile: Any, keys: Any, low: int, count: int) -> None:
+    for d in range(keys.shape[0]):
+        # Rows are sliced one by one: only then does the compiler know them contiguous.
+        stored = keys[d][low : low + count]
+        for j in range(count):
+            tile[d, j] = _widen(stored[j])
+
+
+@kernel
+def _load_values(tile: Any, values: Any, first: int) -> None:
+    for j in range(values.shape[0]):
+        for d in range(tile.shape[1]):
+            tile[first + j, d] = _widen(values[j, d])
+
+
+@kernel
+def _soften(score: Any, lowest: int, length: int, lanes: Any) -> None:
+    """Turn scores into weights: exp(score - max), divided by the sum.
+
+    Lanes go by position, and positions outside have weight zero, which leaves a sum as it is: so
+    the order of additions is the row's own.
+    """
+    first, last = lowest - lowest % LANES, -(-length // LANES) * LANES
+    score[first:lowest] = score[lowest]
+    score[length:last] = score[lowest]
+    # From here on counted from 0: only then does the compiler know no index negative.
+    weight = score[first:last]
+    lanes[:] = weight[0]
+    for j in range(0, weight.size, LANES):
+        some = weight[j : j + LANES]
+        for lane in range(LANES):
+            lanes[lane] = some[lane] if some[lane] > lanes[lane] else lanes[lane]
+    peak = lanes.max()
+    for j in range(weight.size):
+        weight[j] = _exp(weight[j] - peak)
+    score[first:lowest] = np.float32(0)
+    score[length:last] = np.float32(0)
+    lanes[:] = np.float32(0)
+    for j in range(0, weight.size, LANES):
+        some = weight[j : j + LANES]
+        for lane in range(LANES):
+            lanes[lane] += some[lane]
+    total = np.float32(0)
+    for lane in range(LANES):
+        total += lanes[lane]
+    for j in range(weight.size):
+        weight[j] /= total
+
+
+# -- the products ---------------------------------------------------------------------------------
+# Four products are added at a time, for one query or for three at once: fewer loads and stores of
+# what is added to. The order of additions stays the same.
+
+
+@kernel
+def _score(scratch: Scratch, first: int, last: int, at: int, count: int) -> None:
+    """scores[i, at + j] = queries[i] . keys[:, j] for queries first to last - 1 and j < count.
+
+    Whole vectors: up to LANES - 1 scores behind the last are written too, and never read.
+    """
+    queries, keys = scratch.queries, scratch.keys
+    width = -(-count // LANES) * LANES
+    i = first
+    while i < last:
+        if i + 3 <= last:
+            a, b, c = scratch.scores[i], scratch.scores[i + 1], scratch.scores[i + 2]
+            _score_three(
+                queries[i], queries[i + 1], queries[i + 2], keys,
+                a[at : at + width], b[at : at + width], c[at : at + width],
+            )  # fmt: skip
+            i += 3
+        else:
+            _score_one(queries[i], keys, scratch.scores[i][at : at + width])
+            i += 1
+
+
+@kernel
+def _score_one(q: Any, keys: Any, a: Any) -> None:
+    a[:] = np.float32(0)
+    for d in range(0, q.size, 4):
+        q0, q1, q2, q3 = q[d], q[d + 1], q[d + 2], q[d + 3]
+        for j in range(a.size):
+            partial = _fma(q1, keys[d + 1, j], _fma(q0, keys[d, j], a[j]))
+            a[j] = _fma(q3, keys[d + 3, j], _fma(q2, keys[d + 2, j], partial))
+
+
+@kernel
+def _score_three(p: Any, q: Any, r: Any, keys: Any, a: Any, b: Any, c: Any) -> None:
+    a[:] = np.float32(0)
+    b[:] = np.float32(0)
+    c[:] = np.float32(0)
+    for d in range(0, q.size, 4):
+        p0, p1, p2, p3 = p[d], p[d + 1], p[d + 2], p[d + 3]
+        q0, q1, q2, q3 = q[d], q[d + 1], q[d + 2], q[d + 3]
+        r0, r1, r2, r3 = r[d], r[d + 1], r[d + 2], r[d + 3]
+        for j in range(a.size):
+            k0, k1, k2, k3 = keys[d, j], keys[d + 1, j], keys[d + 2, j], keys[d + 3, j]
+            a[j] = _fma(p3, k3, _fma(p2, k2, _fma(p1, k1, _fma(p0, k0, a[j]))))
+            b[j] = _fma(q3, k3, _fma(q2, k2, _fma(q1, k1, _fma(q0, k0, b[j]))))
+            c[j] = _fma(r3, k3, _fma(r2, k2, _fma(r1, k1, _fma(r0, k0, c[j]))))
+
+
+@kernel
+def _weigh(scratch: Scratch, first: int, last: int, at: int, skip: int, count: int) -> None:
+    """sums[i] += weights[i, at + j] * values[j], queries first to last - 1, skip <= j < count."""
+    values, sums = scratch.values, scratch.sums
+    i = first
+    while i < last:
+        if i + 3 <= last:
+            u, v, w = scratch.scores[i], scratch.scores[i + 1], scratch.scores[i + 2]
+            whole = skip + (count - skip) // 4 * 4
+            _weigh_three(
+                u[at:], v[at:], w[at:], values, skip, whole, sums[i], sums[i + 1], sums[i + 2]
+            )
+            for k in range(3):
+                _weigh_one(scratch.scores[i + k][at:], values, whole, count, sums[i + k])
+            i += 3
+        else:
+            _weigh_one(scratch.scores[i][at:], values, skip, count, sums[i])
+            i += 1
+
+
+@kernel
+def _weigh_one(w: Any, values: Any, first: int, last: int, a: Any) -> None:
+    for j in range(first, last):
+        for d in range(a.size):
+            a[d] = _fma(w[j], values[j, d], a[d])
+
+
+@kernel
+def _weigh_three(
+    u: Any, v: Any, w: Any, values: Any, first: int, last: int, a: Any, b: Any, c: Any
+) -> None:
+    for j in range(first, last, 4):
+        u0, u1, u2, u3 = u[j], u[j + 1], u[j + 2], u[j + 3]
+        v0, v1, v2, v3 = v[j], v[j + 1], v[j + 2], v[j + 3]
+        w0, w1, w2, w3 = w[j], w[j + 1], w[j + 2], w[j + 3]
+        for d in range(a.size):
+            x0, x1, x2, x3 = values[j, d], values[j + 1, d], values[j + 2, d], values[j + 3, d]
+            a[d] = _fma(u3, x3, _fma(u2, x2, _fma(u1, x1, _fma(u0, x0, a[d]))))
+            b[d] = _fma(v3, x3, _fma(v2, x2, _fma(v1, x1, _fma(v0, x0, b[d]))))
+            c[d] = _fma(w3, x3, _fma(w2, x2, _fma(w1, x1, _fma(w0, x0, c[d]))))

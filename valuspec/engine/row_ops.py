@@ -1,0 +1,149 @@
+"""What a block does to each row before its products: normalise it, rotate its heads.
+
+For bf16 in main memory each is one compiled loop: fp32 arithmetic, rounded once to nearest even.
+torch would take three to seven operations, and a decoding step pays for each in every layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from valuspec.engine.bits import as_numpy
+from valuspec.jit import kernel
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of rows, [num_rows, head size] each."""
+
+
+def _compiled_for(x: torch.Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype == torch.bfloat16
+
+
+class RmsNorm:
+    """y = x / rms(x) * weight for x [num_rows, size] or [num_rows, heads, size]."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self._weight = weight.detach()
+        self._eps = eps
+        self._scale = self._weight.float().numpy() if _compiled_for(weight) else None
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """The norm of x, or of x + residual, which then takes the place of x."""
+        if self._scale is None:
+            if residual is not None:
+                x.add_(residual)
+            return functional.rms_norm(x, x.shape[-1:], self._weight, self._eps)
+        if residual is None:
+            y = torch.empty(x.shape, dtype=x.dtype)
+            rows, out = as_numpy(x), as_numpy(y)
+            if x.dim() == 2:
+                _norm(rows[:, None], self._scale, np.float32(self._eps), out[:, None])
+            else:
+                _norm(rows, self._scale, np.float32(self._eps), out)
+            return y
+        y = torch.empty_like(x)
+        arguments = (self._scale, np.float32(self._eps), as_numpy(y))
+        _add_and_norm(as_numpy(x), as_numpy(residual), *arguments)
+        return y
+
+
+class Rotary:
+    """Rotary position embedding.
+
+    cos, sin: [max_model_len, size]; scaling: factor of the query, applied with the rotation
+    """
+
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor, scaling: float) -> None:
+        self._scaling = scaling
+        # The rotated half enters with a sign: (-x2, x1) * sin == (x2, x1) * (-sin, sin).
+        sign = torch.ones_like(sin[0])
+        sign[: len(sign) // 2] = -1
+        self._cos, self._sin = cos, sin * sign
+        self._compiled = _compiled_for(cos)
+        if self._compiled:
+            self._cos, self._sin = self._cos.float(), self._sin.float()
+
+    def at(self, positions: torch.Tensor) -> Angles:
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+    def rotate(
+        self, query: torch.Tensor, key: torch.Tensor, angles: Angles
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate query and key [num_rows, heads, size], perhaps in place; scale the query."""
+        cos, sin = angles
+        if self._compiled:
+            scaling = np.float32(self._scaling)
+            _rotate(as_numpy(query), as_numpy(key), cos.numpy(), sin.numpy(), scaling)
+            return query, key
+        cos, sin = cos[:, None], sin[:, None]
+
+        def rotated(x: torch.Tensor) -> torch.Tensor:
+            return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+        return rotated(query) * self._scaling, rotated(key)
+
+
+# -- loops over bits of bf16 ----------------------------------------------------------------------
+
+
+@kernel
+def _widen(bits: Any) -> Any:
+    return np.int32(np.int32(bits) << np.int32(16)).view(np.float32)
+
+
+@kernel
+def _narrow(value: Any) -> Any:
+    """To nearest even."""
+    bits = np.float32(value).view(np.uint32)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    return np.int16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+
+
+@kernel
+def _norm(x: Any, scale: NDArray[np.float32], eps: Any, y: Any) -> None:
+    for row in range(x.shape[0]):
+        for head in range(x.shape[1]):
+            _norm_row(x[row, head], scale, eps, y[row, head])
+
+
+@kernel
+def _add_and_norm(x: Any, residual: Any, scale: NDArray[np.float32], eps: Any, y: Any) -> None:
+    for row in range(x.shape[0]):
+        values, added = x[row], residual[row]
+        for i in range(values.size):
+            values[i] = _narrow(_widen(values[i]) + _widen(added[i]))
+        _norm_row(values, scale, eps, y[row])
+
+
+@kernel
+def _norm_row(x: Any, scale: NDArray[np.float32], eps: Any, y: Any) -> None:
+    total = np.float32(0)
+    for i in range(x.size):
+        total += _widen(x[i]) * _widen(x[i])
+    factor = np.float32(1) / np.sqrt(total / np.float32(x.size) + eps)
+    for i in range(x.size):
+        y[i] = _narrow(_widen(x[i]) * factor * scale[i])
+
+
+@kernel
+def _rotate(query: Any, key: Any, cos: Any, sin: Any, scaling: Any) -> None:
+    for row in range(query.shape[0]):
+        for head in range(query.shape[1]):
+            _rotate_head(query[row, head], cos[row], sin[row], scaling)
+        for head in range(key.shape[1]):
+            _rotate_head(key[row, head], cos[row], sin[row], np.float32(1))
+
+
+@kernel
+def _rotate_head(x: Any, cos: Any, sin: Any, factor: Any) -> None:
+    half = x.size // 2
+    low, high = x[:half], x[half:]
+    for i in range(half):
+        a, b = _widen(low[i]), _widen(high[i])
+        low[i] = _narrow((a * cos[i] + b * sin[i]) * factor)
+        high[i] = _narrow((b * cos[half + i] + a * sin[half + i]) * factor)
