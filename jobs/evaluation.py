@@ -26,7 +26,11 @@ from valuspec.thresholds import ThresholdSet
 FREQUENCY_SIZES = (4, 6, 8, 12, 16, 24, 32)
 CHAIN_LENGTHS = (2, 3, 4, 5, 6, 8, 12)
 CURVE_TAUS = (0.0, 0.01, 0.02, 0.05, 0.08, 0.12, 0.2, 0.3, 0.5, 0.75, 1.0)
+CURVE_MODES = ("chain", "frequency", "filtered")
 RESAMPLES = 2000
+
+Run = Callable[[Scenario, Mapping[str, Select], str], dict[str, Replayed]]
+"""(what to serve, ways of choosing nodes, title) -> counts by way."""
 
 
 def evaluate(
@@ -49,7 +53,7 @@ def evaluate(
 
     def run(scenario: Scenario, selects: Mapping[str, Select], title: str) -> dict[str, Replayed]:
         parts = workers.map(
-            lambda known, shard: simulate(known, shard, selects),
+            lambda answers, shard: simulate(answers, shard, selects),
             trajectories,
             scenario.shards(workers.num_shards),
             title=title,
@@ -58,44 +62,35 @@ def evaluate(
 
     costs = dict(sorted(costs.items()))
     cost = costs[min(costs)]
-    modes = _rivals(trajectories, split, cost, run, num_trees)
-    modes |= {"filtered": replay.filtered(thresholds), "oracle": replay.oracle}
-    rivals = dict(modes)
-    sets = {"new": thresholds, "previous": previous}
-    for name, used in sets.items():
-        modes |= {f"{name} {b}": replay.filtered(used, batch_size=b) for b in costs}
+    known = Scenario(range(split.evaluation.start), split.evaluation, num_trees=num_trees)
+    learning = Scenario(split.history, split.calibration, num_trees=num_trees)
+    modes: dict[str, Select] = {
+        **_rivals(learning, cost, run),
+        "filtered": replay.filtered(thresholds),
+        "oracle": replay.oracle,
+    }
     taus = sorted({*CURVE_TAUS, thresholds.buckets[0].tau})
-    modes |= {f"tau {tau}": replay.filtered(_with_tau(thresholds, tau)) for tau in taus}
-
-    before = range(split.evaluation.start)
-    scenario = Scenario(before, split.evaluation, num_trees=num_trees)
-    served = run(scenario, modes, "held-out answers")
-    alone = run(replace(scenario, num_trees=0), rivals, "without retrieval")
-    curve = []
-    for size in _history_sizes(len(before)):
-        known = range(len(before) - size, len(before))
-        served_then = run(
-            Scenario(known, split.evaluation, live=False, num_trees=num_trees),
-            {name: rivals[name] for name in ("chain", "frequency", "filtered")},
-            f"{size} earlier answers",
-        )
-        curve.append((size, {name: r.speedup(cost) for name, r in served_then.items()}))
+    variants = {f"tau {tau}": replay.filtered(_with_tau(thresholds, tau)) for tau in taus}
+    for name, used in (("new", thresholds), ("previous", previous)):
+        variants |= {f"{name} {b}": replay.filtered(used, batch_size=b) for b in costs}
+    served = run(known, modes | variants, "held-out answers")
+    alone = run(replace(known, num_trees=0), modes, "without retrieval")
+    curve = _history_curve(known, {n: modes[n] for n in CURVE_MODES}, cost, run)
     nodes = NodeRecords.concatenate(
         workers.map(
-            lambda known, shard: examine(known, shard, thresholds, rivals["filtered"]),
+            lambda answers, shard: examine(answers, shard, thresholds, modes["filtered"]),
             trajectories,
-            scenario.shards(workers.num_shards),
+            known.shards(workers.num_shards),
             title="candidate nodes",
         )
     )
-
     tenants = [trajectories[i].namespace for i in split.evaluation]
     weights = tenant_weights(tenants)
     shares = _shares(batch_shares, costs)
     return Evaluation(
         num_tokens=int(served["filtered"].tokens.sum()),
-        modes=[Mode.of(name, served[name], cost, weights) for name in rivals],
-        without_retrieval=[Mode.of(name, alone[name], cost, weights) for name in rivals],
+        modes=[Mode.of(name, served[name], cost, weights) for name in modes],
+        without_retrieval=[Mode.of(name, alone[name], cost, weights) for name in modes],
         history_curve=curve,
         tau_curve=[(tau, served[f"tau {tau}"].speedup(cost, weights)) for tau in taus],
         buckets=[
@@ -113,36 +108,34 @@ def evaluate(
         comparison=_compare(served, costs, shares, weights),
         tenants=_by_tenant(tenants, weights, served["filtered"], cost),
         reliability=score(nodes.value, nodes.taken),
-        by_depth=[
-            _group(str(depth), nodes, nodes.depth == depth)
-            for depth in range(1, int(nodes.depth.max(initial=0)) + 1)
-        ],
-        by_source=[
-            _group(" + ".join(str(s.name).lower() for s in Source if s & bits), nodes,
-                   nodes.sources == bits)
-            for bits in sorted(set(nodes.sources.tolist()))
-        ],
-    )  # fmt: skip
-
-
-def _rivals(
-    trajectories: Sequence[Trajectory],
-    split: Split,
-    cost: CostStaircase,
-    run: Callable[[Scenario, Mapping[str, Select], str], dict[str, Replayed]],
-    num_trees: int,
-) -> dict[str, Select]:
-    """What one would do without valuation, each at its best size on the calibration part."""
-    chains = {f"{n}": replay.longest_match(n) for n in CHAIN_LENGTHS}
-    trees = {f"{n} nodes": replay.most_frequent(n) for n in FREQUENCY_SIZES}
-    tried = run(
-        Scenario(split.history, split.calibration, num_trees=num_trees), chains | trees, "rivals"
+        by_depth=_by_depth(nodes),
+        by_source=_by_source(nodes),
     )
+
+
+def _rivals(learning: Scenario, cost: CostStaircase, run: Run) -> dict[str, Select]:
+    """What one would do without valuation, each at its best size on the calibration part."""
+    chains = {f"{n} in a row": replay.longest_match(n) for n in CHAIN_LENGTHS}
+    trees = {f"{n} nodes": replay.most_frequent(n) for n in FREQUENCY_SIZES}
+    tried = run(learning, chains | trees, "rivals")
 
     def best(choices: Mapping[str, Select]) -> Select:
         return choices[max(choices, key=lambda name: tried[name].speedup(cost))]
 
     return {"unfiltered": replay.unfiltered, "chain": best(chains), "frequency": best(trees)}
+
+
+def _history_curve(
+    known: Scenario, selects: Mapping[str, Select], cost: CostStaircase, run: Run
+) -> list[tuple[int, dict[str, float]]]:
+    """The same requests with only the newest of the earlier answers in the stores."""
+    end = known.known.stop
+    curve = []
+    for size in _history_sizes(end):
+        frozen = replace(known, known=range(end - size, end), live=False)
+        served = run(frozen, selects, f"{size} earlier answers")
+        curve.append((size, {name: r.speedup(cost) for name, r in served.items()}))
+    return curve
 
 
 def _with_tau(thresholds: ThresholdSet, tau: float) -> ThresholdSet:
@@ -206,6 +199,19 @@ def _by_tenant(
         speedup = replayed.speedup(cost, of_tenant.astype(float))
         rows.append((name, int(of_tenant.sum()), float(weights[of_tenant][0]), speedup))
     return sorted(rows, key=lambda row: -row[1])
+
+
+def _by_depth(nodes: NodeRecords) -> list[Group]:
+    depths = range(1, int(nodes.depth.max(initial=0)) + 1)
+    return [_group(str(depth), nodes, nodes.depth == depth) for depth in depths]
+
+
+def _by_source(nodes: NodeRecords) -> list[Group]:
+    groups = []
+    for bits in np.unique(nodes.sources).tolist():
+        name = " + ".join(str(source.name).lower() for source in Source if source & bits)
+        groups.append(_group(name or "draft model", nodes, nodes.sources == bits))
+    return groups
 
 
 def _group(name: str, nodes: NodeRecords, members: NDArray[np.bool_]) -> Group:

@@ -29,6 +29,8 @@ from valuspec.tree import DraftTree
 
 CALIBRATION_SHARE = 0.2
 EVALUATION_SHARE = 0.2
+MAX_ANSWERS = 20_000
+"""The newest answers that are looked at; more would take long and change little."""
 MAX_PART = 1000
 """Most answers of the calibration and of the evaluation part: beyond, estimates hardly change."""
 MIN_TENANT_ANSWERS = 50
@@ -63,27 +65,30 @@ class Answers:
             if any(row.model_fingerprint != newest for row in read.trajectories):
                 read = read_log(paths, model_fingerprint=newest)
             model_fingerprint = newest
+        rows = read.trajectories[-MAX_ANSWERS:]
         steps: Counter[int] = Counter()
-        for row in read.trajectories:
+        for row in rows:
             steps.update(row.batch_size.tolist())
         return cls(
             [
                 Trajectory(r.prompt_ids, r.output_ids, r.max_tokens, namespace=r.namespace)
-                for r in read.trajectories
+                for r in rows
                 if len(r.output_ids) > 1  # else there was nothing to draft
             ],
-            read.skipped,
+            read.skipped + Counter({"row.older": len(read.trajectories) - len(rows)}),
             model_fingerprint or "",
             read.costs,
             steps,
-            _measured(read.trajectories),
+            _measured(rows),
         )
 
     @classmethod
     def from_transcripts(cls, paths: Sequence[Path], tokenizer: Tokenizer | None = None) -> Answers:
         """Read JSON lines of any server; see `jobs.transcripts`."""
-        transcript = read_transcripts(paths, tokenizer)
-        return cls(transcript.trajectories, transcript.skipped)
+        read = read_transcripts(paths, tokenizer)
+        newest = read.trajectories[-MAX_ANSWERS:]
+        older = Counter({"older": len(read.trajectories) - len(newest)})
+        return cls(newest, read.skipped + older)
 
 
 def _measured(rows: Sequence[LoggedTrajectory]) -> str:

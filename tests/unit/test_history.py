@@ -81,6 +81,14 @@ def test_a_log_gives_the_newest_models_answers(tmp_path: Path) -> None:
     assert len(Answers.from_log([tmp_path], "old").trajectories) == 3
 
 
+def test_of_a_long_log_the_newest_answers_count(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("jobs.history.MAX_ANSWERS", 2)
+    (tmp_path / "a.parquet").write_bytes(encode([logged(n) for n in range(5)], {}))
+    answers = Answers.from_log([tmp_path])
+    assert [t.prompt_ids.tolist() for t in answers.trajectories] == [[1, 2, 3], [1, 2, 4]]
+    assert answers.skipped == {"row.older": 3}
+
+
 def test_an_empty_log_is_no_error(tmp_path: Path) -> None:
     answers = Answers.from_log([tmp_path, tmp_path / "missing.parquet"])
     assert answers.trajectories == []
