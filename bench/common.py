@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from jobs.history import retrieve as retrieve
 from valuspec.drafting.drafter import Drafter
+from valuspec.engine import decoder, linear, path_attention, path_kernels, row_ops, two_zone
 from valuspec.engine.engine import Engine
 from valuspec.engine.target import Target
 from valuspec.engine.types import GenerationRequest, RequestStats, SamplingParams
@@ -91,7 +92,7 @@ def trajectories(target: Target, prompts: Sequence[Prompt], max_tokens: int) -> 
 
     Decoded with drafts: the output is the same, and the answers come sooner.
     """
-    arithmetic = [str(target.dtype), target.attention.__name__, target.exact_mode, _processor()]
+    arithmetic = [str(target.dtype), target.exact_mode, _processor(), _arithmetic_version()]
     where = [target.model_fingerprint, *arithmetic]
     key = json.dumps([where, max_tokens, [p.token_ids for p in prompts]])
     name = hashlib.sha256(key.encode()).hexdigest()[:24]
@@ -119,6 +120,14 @@ def trajectories(target: Target, prompts: Sequence[Prompt], max_tokens: int) -> 
         )
         for prompt, output in zip(prompts, outputs, strict=True)
     ]
+
+
+def _arithmetic_version() -> str:
+    """Changes with the code that computes logits: its last bits now and then decide a token."""
+    digest = hashlib.sha256()
+    for module in (decoder, linear, path_attention, path_kernels, row_ops, two_zone):
+        digest.update(Path(module.__file__).read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
