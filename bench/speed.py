@@ -20,7 +20,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -38,9 +38,10 @@ from valuspec.engine.target import Target
 from valuspec.engine.types import GenerationRequest, RequestStats, SamplingParams
 from valuspec.engine.weights import load_model
 from valuspec.replay import Select, Trajectory
+from valuspec.thresholds import ThresholdSet
 
 FREQUENCY_SIZES = (4, 6, 8, 12, 16, 24, 32)
-GENERATE_REQUESTS = 4
+GENERATE_REQUESTS = 8
 """Test requests also decoded by transformers' own `generate`."""
 
 
@@ -107,13 +108,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     trees = common.retrieve(history, queries, target.vocab_size, args.trees)
     calibration = [replace(t, retrieved=r) for t, r in zip(calibration, trees, strict=False)]
-    thresholds = calibrate(
-        calibration,
-        drafter,
-        {1: cost},
-        model_fingerprint=target.model_fingerprint,
-        provenance={"made_by": "bench.speed"},
-    )
+    if args.thresholds is None:
+        thresholds = calibrate(
+            calibration,
+            drafter,
+            {1: cost},
+            model_fingerprint=target.model_fingerprint,
+            provenance={"made_by": "bench.speed"},
+        )
+    else:
+        thresholds = ThresholdSet.load(args.thresholds)
+        thresholds.validate(model_fingerprint=target.model_fingerprint)
     selects: dict[str, Select] = {
         "plain": replay.plain,
         "unfiltered": replay.unfiltered,
@@ -195,6 +200,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--history", type=Path, required=True, help="requests answered before")
     parser.add_argument("--calibration", type=Path, required=True, help="requests to learn from")
     parser.add_argument("--test", type=Path, required=True, help="requests to measure with")
+    parser.add_argument("--thresholds", type=Path, help="use this set instead of calibrating")
     parser.add_argument("--limit", type=int, help="use the first N test requests")
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--trees", type=int, default=16, help="draft trees retrieved per request")
@@ -240,7 +246,7 @@ def _transformers_generate(
 ) -> tuple[float, float]:
     """Tokens per second, prefill included, of transformers `generate` and of this engine, plain.
 
-    Medians over requests taken in turn.
+    Over the same requests, taken in turn.
     """
     loaded, _ = load_model(model, engine.target.dtype)
     eos = sorted(engine.target.eos_token_ids)
@@ -262,14 +268,14 @@ def _transformers_generate(
         done = common.generate(engine, [prompt], max_tokens, speculative=False)
         return len(done[prompt.request_id][0])
 
-    def speed(run: Callable[[common.Prompt], int], prompt: common.Prompt) -> float:
-        started = time.perf_counter()
-        return run(prompt) / (time.perf_counter() - started)
-
+    tokens, seconds = {generate: 0, ours: 0}, {generate: 0.0, ours: 0.0}
     generate(prompts[0])  # warm-up
-    pairs = [(speed(generate, p), speed(ours, p)) for p in prompts]
-    theirs, mine = zip(*pairs, strict=True)
-    return statistics.median(theirs), statistics.median(mine)
+    for prompt in prompts:
+        for run in (generate, ours):
+            started = time.perf_counter()
+            tokens[run] += run(prompt)
+            seconds[run] += time.perf_counter() - started
+    return tokens[generate] / seconds[generate], tokens[ours] / seconds[ours]
 
 
 def _print(measured: dict[str, Measured], replayed: dict[str, replay.Tally]) -> None:
