@@ -28,6 +28,7 @@ MAX_FILE_BYTES = 64 * 2**20
 MAX_ROWS = 2**16
 MAX_VALUES = 2**26
 """Most entries of one column, over all rows."""
+MAX_UNPACKED_BYTES = 2**28
 
 Costs = Mapping[int, CostStaircase]
 """Verify cost by the largest batch size it stands for."""
@@ -102,8 +103,7 @@ def _parse(blob: bytes) -> LogFile:
     version = metadata.get(b"valuspec.schema", b"").decode()
     if version != str(SCHEMA_VERSION) or not file.schema_arrow.equals(SCHEMA):
         raise LogFileRejectedError("foreign", f"schema {version!r}, expected {SCHEMA_VERSION}")
-    if file.metadata.num_rows > MAX_ROWS or _most_values(file.metadata) > MAX_VALUES:
-        raise LogFileRejectedError("too_large", f"{file.metadata.num_rows} rows")
+    _check_size(file.metadata)
     table = file.read()
     table.validate(full=True)
     columns = [
@@ -124,12 +124,17 @@ def _parse(blob: bytes) -> LogFile:
     )
 
 
-def _most_values(metadata: pq.FileMetaData) -> int:
+def _check_size(metadata: pq.FileMetaData) -> None:
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    return max(
-        (sum(group.column(i).num_values for group in groups) for i in range(metadata.num_columns)),
-        default=0,
-    )
+    columns = range(metadata.num_columns)
+    sizes = [
+        ("rows", metadata.num_rows, MAX_ROWS),
+        ("values", max(sum(g.column(i).num_values for g in groups) for i in columns), MAX_VALUES),
+        ("bytes", sum(group.total_byte_size for group in groups), MAX_UNPACKED_BYTES),
+    ]
+    for name, size, limit in sizes:
+        if size > limit:
+            raise LogFileRejectedError("too_large", f"{size} {name}, at most {limit}")
 
 
 def _check_seal(blob: bytes) -> None:

@@ -203,13 +203,19 @@ def test_giant_files_are_refused_from_size_and_footer(tmp_path, monkeypatch) -> 
     with save(tmp_path, "sparse", b"PAR1").open("r+b") as file:
         file.truncate(2**40)  # takes no room on the disk
     assert read_log([tmp_path]).skipped == {"file.too_large": 1}
-    blob = encode([logged(i) for i in range(20)], {})
-    monkeypatch.setattr(codec, "MAX_ROWS", 19)
+    bombs = {
+        "rows": encode([logged(i) for i in range(20)], {}),
+        "values": encode([logged(output_ids=np.zeros(2**20, np.int32), max_tokens=2**20)], {}),
+        "bytes": encode([logged(request_id="x" * 2**20)], {}),
+    }
     monkeypatch.setattr(pq.ParquetFile, "read", lambda self: pytest.fail("data was read"))
-    assert reason(blob) == "too_large"
-    monkeypatch.setattr(codec, "MAX_ROWS", 20)
-    monkeypatch.setattr(codec, "MAX_VALUES", 99)  # 20 outputs of 5 tokens are 100
-    assert reason(blob) == "too_large"
+    monkeypatch.setattr(codec, "MAX_ROWS", 19)
+    monkeypatch.setattr(codec, "MAX_VALUES", 2**20 - 1)
+    monkeypatch.setattr(codec, "MAX_UNPACKED_BYTES", 2**20)
+    for name, blob in bombs.items():
+        assert len(blob) < 2**13
+        with pytest.raises(LogFileRejectedError, match=f"too_large: [0-9]+ {name}"):
+            decode(blob)
 
 
 BROKEN = {
