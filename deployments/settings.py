@@ -58,8 +58,8 @@ class AppArgs(BaseModel):
     log_max_age_days: float = Field(default=30, gt=0)
 
     threshold_file: str | None = None
-    """Threshold set the replicas start with; the shipped one when absent. To change it without a
-    restart, set `user_config.threshold_file` of the deployments instead."""
+    """Threshold set to use whatever is published; the published one, else the shipped one, when
+    absent. To change it without a restart, set `user_config.threshold_file` instead."""
 
     @property
     def model_name(self) -> str:

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests decoded together (%(default)s)",
     )
     parser.add_argument("--num-threads", type=int, help="CPU threads of the model (all cores)")
-    parser.add_argument("--threshold-file", help="threshold set to start with (the shipped one)")
+    parser.add_argument("--threshold-file", help="threshold set to use, whatever is published")
     parser.add_argument(
         "--log",
         nargs="?",
