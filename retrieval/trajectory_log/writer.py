@@ -50,7 +50,7 @@ class TrajectoryLog:
         limits: LogLimits | None = None,
         count: Callable[[str, int], None] = lambda outcome, rows: None,
     ) -> None:
-        """count: told how many rows were `written`, `dropped_queue` (waiting rows are too many),
+        """count: told how many rows were `written`, `dropped_queue` (too many rows wait),
         `dropped_write` (the file could not be written) or `opted_out`; called from any thread."""
         self._folder = Path(folder)
         self._limits = limits or LogLimits()
@@ -76,14 +76,18 @@ class TrajectoryLog:
             self._count("opted_out", 1)
             return
         with self._changed:
-            fits = len(self._pending) < 2 * self._limits.max_rows
-            fits = fits and self._pending_tokens < 2 * self._limits.max_tokens
+            fits = (
+                not self._closing
+                and len(self._pending) < 2 * self._limits.max_rows
+                and self._pending_tokens < 2 * self._limits.max_tokens
+            )
             if fits:
                 if not self._pending:
                     self._due_at = time.monotonic() + self._limits.max_seconds
                 self._pending.append(row)
                 self._pending_tokens += len(row.prompt_ids) + len(row.output_ids)
-                self._changed.notify()
+                if len(self._pending) == 1 or self._due():
+                    self._changed.notify()
         if not fits:
             self._count("dropped_queue", 1)
 

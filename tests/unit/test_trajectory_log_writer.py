@@ -83,6 +83,14 @@ def test_files_rotate_by_rows_and_the_rest_is_written_at_the_end(tmp_path) -> No
     assert not read.skipped
 
 
+def test_rows_that_come_after_the_end_are_counted(tmp_path) -> None:
+    counts = Counts()
+    with writing(tmp_path, counts) as log:
+        log.add(logged(0))
+    log.add(logged(1))
+    assert counts.of == {"opted_out": 0, "written": 1, "dropped_queue": 1}
+
+
 def test_files_rotate_by_tokens_and_by_seconds(tmp_path) -> None:
     counts = Counts()
     with writing(tmp_path / "tokens", counts, max_tokens=16) as log:
