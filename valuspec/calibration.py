@@ -21,12 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from valuspec import valuation
 from valuspec.cost import CostStaircase
+from valuspec.drafted import Drafted
 from valuspec.drafting.drafter import Drafter
 from valuspec.errors import ThresholdError
-from valuspec.evidence import NUM_CODES, signatures
-from valuspec.replay import Trajectory, filtered, labels, replay, steps, unfiltered
+from valuspec.replay import Trajectory
 from valuspec.thresholds import BatchBucket, ThresholdSet
 
 TAUS = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12)
@@ -53,7 +52,8 @@ def calibrate(
     rounds: where a step begins depends on what the step before had accepted, hence on the
     thresholds; each round counts along the steps of the set before it.
     """
-    seen, taken = count_transfers(trajectories, drafter)
+    drafted = Drafted(trajectories, drafter)
+    seen, taken = drafted.transfers(drafted.walk(None))
     if seen.sum() < MIN_LABELS:
         raise ThresholdError(
             f"{seen.sum()} labelled edges in {len(trajectories)} trajectories; "
@@ -71,12 +71,12 @@ def calibrate(
     )
     for _ in range(rounds):
         made = replace(made, buckets=tuple(
-            _price(made, index, trajectories, drafter) for index in range(len(buckets))
+            _price(made, index, drafted) for index in range(len(buckets))
         ))  # fmt: skip
-        seen, taken = count_transfers(trajectories, drafter, made)
+        seen, taken = drafted.transfers(drafted.walk(made))
         made = replace(made, seen=seen, taken=taken)
     return replace(made, buckets=tuple(
-        _best_tau(made, index, trajectories, drafter) for index in range(len(buckets))
+        _best_tau(made, index, drafted) for index in range(len(buckets))
     ))  # fmt: skip
 
 
@@ -84,50 +84,28 @@ def count_transfers(
     trajectories: Sequence[Trajectory], drafter: Drafter, thresholds: ThresholdSet | None = None
 ) -> tuple[Counts, Counts]:
     """(seen, taken) by signature, int64 [NUM_CODES], along the steps decoding would make."""
-    select = unfiltered if thresholds is None else filtered(thresholds)
-    seen, taken = np.zeros(NUM_CODES, np.int64), np.zeros(NUM_CODES, np.int64)
-    for trajectory in trajectories:
-        for step in steps(trajectory, drafter, select):
-            codes = signatures(step.candidate.evidence)
-            tested, followed = labels(step.candidate, step.future)
-            np.add.at(seen, codes[tested], 1)
-            np.add.at(taken, codes[followed], 1)
-    return seen, taken
+    drafted = Drafted(trajectories, drafter)
+    return drafted.transfers(drafted.walk(thresholds))
 
 
-def _price(
-    thresholds: ThresholdSet,
-    index: int,
-    trajectories: Sequence[Trajectory],
-    drafter: Drafter,
-) -> BatchBucket:
+def _price(thresholds: ThresholdSet, index: int, drafted: Drafted) -> BatchBucket:
     """Fixed point of the price of a second: nodes pay at the rate that keeping them brings."""
     bucket = thresholds.buckets[index]
-    return replace(bucket, stream_tok_s=_replayed(thresholds, bucket, trajectories, drafter))
+    return replace(bucket, stream_tok_s=_replayed(thresholds, bucket, drafted))
 
 
-def _best_tau(
-    thresholds: ThresholdSet,
-    index: int,
-    trajectories: Sequence[Trajectory],
-    drafter: Drafter,
-) -> BatchBucket:
+def _best_tau(thresholds: ThresholdSet, index: int, drafted: Drafted) -> BatchBucket:
     options = [replace(thresholds.buckets[index], tau=tau) for tau in TAUS]
-    speeds = [_replayed(thresholds, option, trajectories, drafter) for option in options]
+    speeds = [_replayed(thresholds, option, drafted) for option in options]
     good = [
         o for o, s in zip(options, speeds, strict=True) if s >= (1 - TAU_TOLERANCE) * max(speeds)
     ]
     return good[-1]
 
 
-def _replayed(
-    thresholds: ThresholdSet,
-    bucket: BatchBucket,
-    trajectories: Sequence[Trajectory],
-    drafter: Drafter,
-) -> float:
+def _replayed(thresholds: ThresholdSet, bucket: BatchBucket, drafted: Drafted) -> float:
     trial = replace(thresholds, buckets=(bucket,))
-    return float(replay(trajectories, drafter, filtered(trial), bucket.cost).tok_s)
+    return drafted.walk(trial).tok_s(bucket.cost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +129,9 @@ def reliability(
     num_bins: int = 10,
 ) -> Reliability:
     """Compare values with outcomes along the steps the thresholds lead to."""
-    value_parts: list[NDArray[np.float32]] = [np.empty(0, np.float32)]
-    outcome_parts = [np.empty(0, bool)]
-    for trajectory in trajectories:
-        for step in steps(trajectory, drafter, filtered(thresholds)):
-            value_parts.append(valuation.values(step.candidate, thresholds))
-            outcome_parts.append(labels(step.candidate, step.future)[1])
-    return score(np.concatenate(value_parts), np.concatenate(outcome_parts), num_bins=num_bins)
+    drafted = Drafted(trajectories, drafter)
+    value, accepted = drafted.outcomes(drafted.walk(thresholds), thresholds)
+    return score(value, accepted, num_bins=num_bins)
 
 
 def score(

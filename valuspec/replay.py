@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from valuspec import valuation
 from valuspec.cost import CostStaircase
-from valuspec.drafting.drafter import MAX_DEPTH, Drafter
+from valuspec.drafting.drafter import MAX_DEPTH, Drafter, DraftSession
 from valuspec.evidence import CandidateTree
 from valuspec.jit import kernel
 from valuspec.thresholds import ThresholdSet
@@ -84,12 +84,9 @@ class Tally:
 def steps(
     trajectory: Trajectory, drafter: Drafter, select: Select, *, max_nodes: int = 64
 ) -> Iterator[Step]:
-    """Decode one trajectory as the engine would. Prefill yields its first token without a draft."""
-    session = drafter.start(trajectory.namespace, trajectory.prompt_ids)
-    if trajectory.retrieved:
-        session.add_retrieved(trajectory.retrieved)
+    """Decode one trajectory as the engine would."""
+    session = _begin(trajectory, drafter)
     output = trajectory.output_ids
-    session.extend(output[:1])
     done = 1
     while done < len(output):
         # The forward adds a token of its own, so the draft may be one shorter than the rest.
@@ -102,6 +99,27 @@ def steps(
         yield step
         session.extend(future[: step.num_tokens])
         done += step.num_tokens
+
+
+def offers(
+    trajectory: Trajectory, drafter: Drafter, *, max_nodes: int = 64
+) -> Iterator[tuple[CandidateTree, IntArray]]:
+    """(candidate tree, what the target goes on with) at every position a step could begin at."""
+    session = _begin(trajectory, drafter)
+    output = trajectory.output_ids
+    for done in range(1, len(output)):
+        depth = min(MAX_DEPTH, trajectory.max_tokens - done - 1)
+        yield session.propose(max_nodes, depth), output[done:]
+        session.extend(output[done : done + 1])
+
+
+def _begin(trajectory: Trajectory, drafter: Drafter) -> DraftSession:
+    """A draft session as it is after prefill, which yields the first token without a draft."""
+    session = drafter.start(trajectory.namespace, trajectory.prompt_ids)
+    if trajectory.retrieved:
+        session.add_retrieved(trajectory.retrieved)
+    session.extend(trajectory.output_ids[:1])
+    return session
 
 
 def replay(

@@ -8,6 +8,9 @@ accepts: a bad threshold costs speed, never a token.
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -68,10 +71,67 @@ def prune_retrieved(tree: DraftTree, thresholds: ThresholdSet, similarity: float
 
 
 @kernel
-def _values(codes: IntArray, parents: IntArray, rates: FloatArray, out: FloatArray) -> None:
+def _values(
+    codes: NDArray[np.integer[Any]],
+    parents: NDArray[np.integer[Any]],
+    rates: FloatArray,
+    out: FloatArray,
+) -> None:
     for node in range(codes.size):
         above = np.float32(1.0) if parents[node] < 0 else out[parents[node]]
         out[node] = above * rates[codes[node]]
+
+
+def path_products(
+    codes: NDArray[np.uint16],
+    parents: NDArray[np.int16],
+    first_node: NDArray[np.int64],
+    rates: FloatArray,
+) -> FloatArray:
+    """Values of the nodes of many trees, laid end to end, float32 [num_nodes].
+
+    Tree t is nodes first_node[t] to first_node[t + 1]; its parents count from its own first node.
+    """
+    out = np.empty(len(codes), np.float32)
+    for first, end in itertools.pairwise(first_node.tolist()):
+        _values(codes[first:end], parents[first:end], rates, out[first:end])
+    return out
+
+
+@kernel
+def walk(
+    codes: NDArray[np.uint16],
+    parents: NDArray[np.int16],
+    taken: NDArray[np.bool_],
+    first_node: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    rates: FloatArray,
+    tau: float,
+    prices: NDArray[np.float64],
+    max_nodes: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Decode trajectories whose candidate trees are known: (positions, kept, accepted) by step.
+
+    Trees as in `path_products`, one per position; trajectory k ends at position ends[k]. A step
+    goes on behind what the target accepts and the token it adds.
+    """
+    positions = np.empty(first_node.size, np.int64)
+    kept, accepted = np.empty_like(positions), np.empty_like(positions)
+    value = np.empty(max_nodes, np.float32)
+    steps, position = 0, 0
+    for end in ends:
+        while position < end:
+            first, last = first_node[position], first_node[position + 1]
+            offered = value[: last - first]
+            _values(codes[first:last], parents[first:last], rates, offered)
+            nodes = _keep(offered, tau, prices, max_nodes)
+            positions[steps], kept[steps], accepted[steps] = position, nodes.size, 0
+            for node in nodes:
+                accepted[steps] += taken[first + node]
+            position += accepted[steps] + 1
+            steps += 1
+        position = end
+    return positions[:steps].copy(), kept[:steps].copy(), accepted[:steps].copy()
 
 
 @kernel
