@@ -38,12 +38,17 @@ class ReplicaThresholds:
         retrieval: DeploymentHandle[Any] | None,
         telemetry: Telemetry,
         swap: Callable[[ThresholdSet], None] = lambda thresholds: None,
+        plain_step_s: Callable[[int], float] | None = None,
         name: str | None = None,
     ) -> None:
-        """retrieval: knows the store, None without one; swap: told of every set to be used;
-        name: of this process, Serve's name of the replica by default"""
+        """retrieval:    knows the store; None without one
+        swap:         told of every set to be used
+        plain_step_s: seconds of a plain step by batch size; what the set says by default
+        name:         of this process; what Serve calls the replica by default
+        """
         self._telemetry = telemetry
         self._swap = swap
+        self._plain_step_s = plain_step_s
         self._watch: SpeedWatch | None = None  # of the set in use
         self._trial: ThresholdSet | None = None  # what requests get while plain speed is measured
         self._active = ActiveThresholds(
@@ -77,7 +82,7 @@ class ReplicaThresholds:
         if stats.threshold_version != judged.version or not stats.num_offered_nodes:
             return
         if self._watch is None:
-            self._watch = SpeedWatch(self.current)
+            self._watch = SpeedWatch(self._plain_step_s or self.current.plain_step_s)
         verdict = self._watch.add(stats)
         if verdict is None:
             return

@@ -1,14 +1,15 @@
 """Whether a threshold set really makes decoding faster, judged by the requests that used it.
 
 Requests are added up to windows of some thousand tokens, and each window's speed is set against
-what the verify-cost staircase says plain decoding would reach in the same batches. But a staircase
-can be wrong, and a machine can have become slower since it was measured. So when two windows in a
-row look slower than plain decoding, a window of requests is really decoded plainly before anything
-is concluded.
+what plain decoding would reach in the same batches, by the verify cost of one row. But that cost
+can be wrong: plain steps may be rare, and a machine can have become slower since there was one. So
+when two windows in a row look slower than plain decoding, a window of requests is really decoded
+plainly before anything is concluded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -42,15 +43,15 @@ def plain_set(thresholds: ThresholdSet) -> ThresholdSet:
 class SpeedWatch:
     """Judges one set. No clock: time is what the requests took."""
 
-    def __init__(self, thresholds: ThresholdSet) -> None:
-        self._thresholds = thresholds
-        self._plain_step_s = [bucket.cost.seconds[0] for bucket in thresholds.buckets]
+    def __init__(self, plain_step_s: Callable[[int], float]) -> None:
+        """plain_step_s: seconds of a step without any draft, by batch size, as far as known"""
+        self._plain_step_s = plain_step_s
         self._num_tokens = 0
         self._decode_s = 0.0
         self._expected_s = 0.0
-        self._slow_windows: list[float] = []  # their speeds relative to the staircase, in a row
+        self._slow_windows: list[float] = []  # their speeds relative to the verify cost, in a row
         self._plain_speed = 1.0
-        """Plain decoding's speed relative to the staircase; 1 until a trial has measured it."""
+        """Plain decoding's speed relative to the verify cost; 1 until a trial has measured it."""
         self._believed_for = 0
         self._on_trial = False
 
@@ -60,7 +61,7 @@ class SpeedWatch:
         if not emitted:
             return None
         expected_s = sum(
-            (accepted + 1) * self._plain_step_s[self._thresholds.bucket_index(batch_size)]
+            (accepted + 1) * self._plain_step_s(batch_size)
             for accepted, batch_size in zip(stats.accepted, stats.batch_size, strict=True)
         )
         num_tokens = stats.num_output_tokens - 1  # the first one is prefill's

@@ -73,7 +73,11 @@ class TargetReplica:
         self._log = ReplicaLog(args, self._target, self._telemetry)
         self._costs = LocalCosts(self._engine, self._loop, refreshed=self._log.use_costs)
         self._thresholds = ReplicaThresholds(
-            self._target.model_fingerprint, retrieval, self._telemetry, swap=self._costs.use
+            self._target.model_fingerprint,
+            retrieval,
+            self._telemetry,
+            swap=self._costs.use,
+            plain_step_s=lambda batch_size: self._engine.thresholds.plain_step_s(batch_size),
         )
         self._drafts: DraftStore | None = None
         if retrieval is not None and valuation is not None:

@@ -315,7 +315,7 @@ def test_an_older_pointer_and_a_conflicting_one_are_refused() -> None:
 
 
 def served(version: str, speed: float) -> RequestStats:
-    """One window of requests in one, at `speed` times what the staircase says of plain decoding."""
+    """One window of requests in one, at `speed` times what the set says of plain decoding."""
     stats = RequestStats(num_output_tokens=WINDOW_TOKENS + 1, num_offered_nodes=9)
     for _ in range(WINDOW_TOKENS // 2):
         stats.add_step(kept=4, accepted=1, batch_size=1, forward_s=0.0)

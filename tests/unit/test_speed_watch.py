@@ -16,12 +16,12 @@ from valuspec.thresholds import ThresholdSet
 from valuspec.valuation import keep
 
 SET = ThresholdSet.starting("model")
-PLAIN_STEP_S = {size: SET.buckets[SET.bucket_index(size)].cost.seconds[0] for size in (1, 4)}
+PLAIN_STEP_S = {size: SET.plain_step_s(size) for size in (1, 4)}
 NUM_STEPS = 100
 
 
 def request(speed: float, accepted: int = 1, batch_size: int = 1) -> RequestStats:
-    """A finished request that ran at `speed` times what the staircase says of plain decoding."""
+    """A finished request that ran at `speed` times what the set says of plain decoding."""
     stats = RequestStats(num_output_tokens=1 + NUM_STEPS * (accepted + 1))
     for _ in range(NUM_STEPS):
         stats.add_step(kept=8, accepted=accepted, batch_size=batch_size, forward_s=0.0)
@@ -45,25 +45,25 @@ def suspected(watch: SpeedWatch, speed: float) -> bool:
 
 
 def test_a_fast_set_is_never_doubted() -> None:
-    watch = SpeedWatch(SET)
+    watch = SpeedWatch(SET.plain_step_s)
     assert [window(watch, speed) for speed in (2.0, 1.0, 0.91, 3.0)] == [None] * 4
 
 
 def test_one_slow_window_is_an_accident() -> None:
-    watch = SpeedWatch(SET)
+    watch = SpeedWatch(SET.plain_step_s)
     assert [window(watch, speed) for speed in (0.5, 1.5, 0.5, 1.5)] == [None] * 4
 
 
 def test_a_slow_set_is_tried_against_plain_decoding_and_convicted() -> None:
-    watch = SpeedWatch(SET)
+    watch = SpeedWatch(SET.plain_step_s)
     assert suspected(watch, 0.8)
-    verdict = window(watch, 1.0, accepted=0)  # plain decoding is as fast as the staircase says
+    verdict = window(watch, 1.0, accepted=0)  # plain decoding is as fast as was thought
     assert (verdict.kind, verdict.speedup) == ("slow", pytest.approx(0.8))
 
 
 def test_a_machine_that_became_slow_does_not_convict_a_set() -> None:
     """Everything takes 2.5 times as long: plain decoding too."""
-    watch = SpeedWatch(SET)
+    watch = SpeedWatch(SET.plain_step_s)
     assert suspected(watch, 2.0 / 2.5)
     verdict = window(watch, 1.0 / 2.5, accepted=0)
     assert (verdict.kind, verdict.speedup) == ("fine", pytest.approx(2.0))
@@ -73,14 +73,14 @@ def test_a_machine_that_became_slow_does_not_convict_a_set() -> None:
 
 
 def test_a_set_that_is_slow_on_a_slow_machine_is_convicted_all_the_same() -> None:
-    watch = SpeedWatch(SET)
+    watch = SpeedWatch(SET.plain_step_s)
     assert suspected(watch, 0.7 / 2.5)
     assert window(watch, 1.0 / 2.5, accepted=0).kind == "slow"
 
 
 def test_batches_are_compared_with_plain_decoding_in_such_batches() -> None:
     assert PLAIN_STEP_S[4] > PLAIN_STEP_S[1], "or this shows nothing"
-    watch = SpeedWatch(SET)
+    watch = SpeedWatch(SET.plain_step_s)
     assert window(watch, 0.95, batch_size=4) is None
     assert window(watch, 0.95, batch_size=4) is None
     assert window(watch, 0.85, batch_size=4) is None
@@ -88,7 +88,7 @@ def test_batches_are_compared_with_plain_decoding_in_such_batches() -> None:
 
 
 def test_tokens_accepted_behind_the_end_of_an_answer_are_no_gain() -> None:
-    watch = SpeedWatch(SET)
+    watch = SpeedWatch(SET.plain_step_s)
     stats = RequestStats(num_output_tokens=2)
     stats.add_step(kept=8, accepted=7, batch_size=1, forward_s=0.0)
     stats.decode_s = 2 * PLAIN_STEP_S[1]  # for one token
@@ -98,7 +98,7 @@ def test_tokens_accepted_behind_the_end_of_an_answer_are_no_gain() -> None:
 
 
 def test_answers_of_one_token_count_nothing() -> None:
-    watch = SpeedWatch(SET)
+    watch = SpeedWatch(SET.plain_step_s)
     for _ in range(3 * WINDOW_TOKENS):
         assert watch.add(RequestStats(num_output_tokens=1)) is None
 
