@@ -511,7 +511,7 @@ async def job(store: ThresholdStore, rng: random.Random, published: list[tuple[i
     await store.release_lease(lease)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(12))
 def test_any_schedule_of_faults_leaves_the_fleet_right(seed: int, monkeypatch) -> None:
     rng = random.Random(seed)
     random.seed(seed)  # of the polls
