@@ -69,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ThresholdError, OSError) as error:
         print(f"jobs.recalibrate: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     print(report.verdict)
     for reason, count in report.skipped.items():
         print(f"left out: {count} x {reason}")

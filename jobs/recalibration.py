@@ -18,7 +18,7 @@ from jobs.history import Answers, Split
 from jobs.learning import NotEnoughDataError, check_size, learn
 from jobs.prediction import choose_costs
 from jobs.report import Report
-from jobs.workers import Workers, say
+from jobs.workers import Workers, in_thread, say
 from retrieval.documents import Lease
 from retrieval.store import StoreError
 from retrieval.threshold_store import Pointer, PublishRefusedError, ThresholdStore
@@ -130,7 +130,7 @@ class _Run:
         before = await self._in_use(pointer)
         self.version_before = before.version
         # In a thread, so that the lease is renewed meanwhile.
-        made, evaluation = await asyncio.to_thread(self._compute, before)
+        made, evaluation = await in_thread(self._compute, before)
         self.version_made, self.evaluation = made.version, evaluation
         compared = evaluation.comparison
         if pointer and pointer.version == made.version:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -87,7 +90,8 @@ class OnRay:
 def workers(count: int | None) -> Iterator[Workers]:
     """This process for a count of 1; else a Ray with so many CPUs.
 
-    None decides by where this runs: in a Ray job, the whole cluster; elsewhere, this process.
+    None decides by where this runs: in a Ray job, what is free of the cluster; elsewhere, this
+    process.
     """
     if count == 1 or (count is None and "RAY_ADDRESS" not in os.environ):
         yield InProcess()
@@ -105,15 +109,33 @@ def workers(count: int | None) -> Iterator[Workers]:
 
         ray.init(address="local", num_cpus=count, include_dashboard=False, log_to_driver=False)
     try:
-        yield OnRay(count or _cluster_cpus())
+        free = _free_cpus()
+        if not free:  # a task would wait for ever, if the replicas have them all
+            say("no CPU of the cluster is free: working in this process")
+        yield OnRay(min(count or free, free)) if free else InProcess()
     finally:
         ray.shutdown()
 
 
-def _cluster_cpus() -> int:
+def _free_cpus() -> int:
     import ray
 
-    return int(ray.cluster_resources().get("CPU", 1))  # type: ignore[no-untyped-call]
+    return int(ray.available_resources().get("CPU", 0))  # type: ignore[no-untyped-call]
+
+
+async def in_thread(function: Callable[..., _T], *args: Any) -> _T:
+    """Like `asyncio.to_thread`, but nobody waits for the thread when the program is interrupted."""
+    done: Future[_T] = Future()
+
+    def work() -> None:
+        done.set_running_or_notify_cancel()
+        try:
+            done.set_result(function(*args))
+        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+            done.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await asyncio.wrap_future(done)
 
 
 def say(text: str) -> None:

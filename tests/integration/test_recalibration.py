@@ -20,6 +20,7 @@ import pytest
 
 from jobs import recalibration
 from jobs.evaluation import evaluate
+from jobs.findings import Comparison, Evaluation
 from jobs.learning import learn
 from jobs.recalibrate import main
 from jobs.recalibration import LEASE_S, Settings, recalibrate
@@ -103,11 +104,17 @@ def fast(monkeypatch, undrawn: None, computed: dict[str, Any]) -> None:
 
         return call
 
+    def better(*args: Any, **options: Any) -> Evaluation:
+        return replace(evaluate(*args, **options), comparison=Comparison(2.2, 2.0, 0.1, 0.05, 0.15))
+
     monkeypatch.setattr(recalibration, "learn", once("learn", learn))
-    monkeypatch.setattr(recalibration, "evaluate", once("evaluate", evaluate))
+    monkeypatch.setattr(recalibration, "evaluate", once("evaluate", better))
 
 
 def test_what_is_clearly_better_is_published_and_then_left_alone(site: Site) -> None:
+    shipped = ThresholdSet.starting(MODEL)
+    plain = replace(shipped, buckets=tuple(replace(b, tau=1.0) for b in shipped.buckets))
+    asyncio.run(site.publish(plain))
     report = asyncio.run(site.run())
     assert report.outcome == "published"
     version = asyncio.run(site.active())
@@ -122,7 +129,8 @@ def test_what_is_clearly_better_is_published_and_then_left_alone(site: Site) -> 
     assert again.outcome == "unchanged"
     pointer = asyncio.run(site.store.pointer(MODEL))
     assert pointer is not None
-    assert pointer.revision == 1
+    assert pointer.revision == 2
+    assert pointer.previous == plain.version
 
 
 @pytest.mark.usefixtures("fast")
