@@ -114,9 +114,9 @@ class ThresholdSet:
         """Transfer rate by signature code, float32 [NUM_CODES], smoothed with back-off."""
         cut = evidence.NUM_OCCURRENCE_CODES
         parts = [
-            _smoothed(self.seen[:cut].reshape(evidence.SHAPE),
+            smoothed(self.seen[:cut].reshape(evidence.SHAPE),
                       self.taken[:cut].reshape(evidence.SHAPE)),
-            _smoothed(self.seen[cut:].reshape(evidence.DRAFT_MODEL_SHAPE),
+            smoothed(self.seen[cut:].reshape(evidence.DRAFT_MODEL_SHAPE),
                       self.taken[cut:].reshape(evidence.DRAFT_MODEL_SHAPE)),
         ]  # fmt: skip
         return np.concatenate([p.ravel() for p in parts]).astype(np.float32)
@@ -246,7 +246,7 @@ class ThresholdSet:
         }
 
 
-def _smoothed(seen: Counts, taken: Counts) -> NDArray[np.float64]:
+def smoothed(seen: Counts, taken: Counts) -> NDArray[np.float64]:
     """Rates of the full signature; the prior of each is the rate with its last axis summed out."""
     rate = np.asarray((taken.sum() + SMOOTHING * PRIOR) / (seen.sum() + SMOOTHING))
     for axes in range(1, seen.ndim + 1):
