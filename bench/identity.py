@@ -124,7 +124,7 @@ class IdentityCheck:
         self.params = params
         self.seed = seed
         self.thresholds = ThresholdSet.starting(target.model_fingerprint)
-        plain = self._recorder(Drafter(), 1)
+        plain = self._recorder(Drafter(), 1, reuse_prefixes=False)
         for prompt in self._progress("plain"):
             try:
                 plain.add(self._request(prompt, speculative=False))
@@ -229,7 +229,12 @@ class IdentityCheck:
         )
 
     def _recorder(
-        self, drafter: Drafter, max_batch_size: int, node_filter: Filter = keep_by_value
+        self,
+        drafter: Drafter,
+        max_batch_size: int,
+        node_filter: Filter = keep_by_value,
+        *,
+        reuse_prefixes: bool = True,
     ) -> Recorder:
         target: Any = RecordingTarget(self.target)
         engine = Engine(
@@ -238,6 +243,7 @@ class IdentityCheck:
             thresholds=self.thresholds,
             max_batch_size=max_batch_size,
             node_filter=node_filter,
+            reuse_prefixes=reuse_prefixes,
         )
         return Recorder(engine, target)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,13 +25,16 @@ class Verified:
 
     rows: SequenceRows
     logits: torch.Tensor
-    every_row: bool
+
+    @property
+    def every_row(self) -> bool:
+        return len(self.logits) == len(self.rows)
 
     def continues(self, context: Sequence[int], output: Sequence[int]) -> bool:
         """Whether these rows may be those of a request with this context."""
         rows = self.rows
         if not output:  # the end of the prompt
-            return rows.start + len(rows) == len(context) and not self.every_row
+            return list(rows.token_ids) == list(context[rows.start :])
         return rows.start == len(context) - 1 and int(rows.token_ids[0]) == context[-1]
 
 
@@ -48,17 +50,18 @@ class RecordingTarget:
 
     def forward(
         self,
-        groups: list[list[SequenceRows]],
+        members: list[SequenceRows],
         cache: KvCache,
         logit_rows: NDArray[np.int64] | None = None,
     ) -> torch.Tensor:
-        logits = self._target.forward(groups, cache, logit_rows)
-        offset = 0
-        for rows in itertools.chain.from_iterable(groups):
-            wanted = len(rows) if logit_rows is None else 1
-            part = logits[offset : offset + wanted]
-            self.verified.append(Verified(rows, part, logit_rows is None))
-            offset += wanted
+        logits = self._target.forward(members, cache, logit_rows)
+        count = sum(map(len, members))
+        wanted = np.arange(count) if logit_rows is None else logit_rows
+        first = 0
+        for rows in members:
+            mine = (first <= wanted) & (wanted < first + len(rows))
+            self.verified.append(Verified(rows, logits[torch.from_numpy(mine)]))
+            first += len(rows)
         return logits
 
 

@@ -126,7 +126,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "filtered": replay.filtered(thresholds),
         "oracle": replay.oracle,
     }
-    engine = Engine(target, drafter=drafter, thresholds=thresholds, max_batch_size=1)
+    engine = Engine(
+        target,
+        drafter=drafter,
+        thresholds=thresholds,
+        max_batch_size=1,
+        reuse_prefixes=False,  # else all modes but the first would find their prompt computed
+    )
     measured = {name: Measured() for name in selects}
     tests: list[Trajectory] = []
     differing = 0

@@ -163,7 +163,7 @@ def test_every_step_is_recorded() -> None:
         reached = 1 + stats.num_accepted_tokens + stats.num_steps  # perhaps past the end
         assert reached - stats.accepted[-1] <= stats.num_output_tokens <= reached
     shared = [result.stats.batch_size for result in results.values()]
-    assert shared[0][0] == 1, "the second prompt is computed beside the first decode step"
+    assert shared[0][0] == 2, "two short prompts are computed in one step"
     assert {size for sizes in shared for size in sizes} == {1, 2}
     assert sum(sizes.count(2) for sizes in shared) % 2 == 0, "both take part in a shared forward"
 
@@ -539,7 +539,7 @@ def test_trees_never_exceed_the_limit() -> None:
     run(engine_of(target(), drafter, node_filter=spy), [r for r, _ in cases])
     assert {most for _, _, most in limits} == {MAX_TREE_NODES}
     assert {offered for offered, _, _ in limits} == {MAX_TREE_NODES}
-    assert {batch_size for _, batch_size, _ in limits} == {1, 2}
+    assert {batch_size for _, batch_size, _ in limits} == {2}
 
 
 def test_envelope_runs_one_width_only() -> None:

@@ -18,7 +18,7 @@ from bench.identity import IdentityCheck
 from tests.support import engines
 from tests.support.tiny_models import tiny_target
 from valuspec.engine import rows as rows_module
-from valuspec.engine.kv_cache import BLOCK, KvCache
+from valuspec.engine.kv_cache import BLOCK, KvCache, own_blocks
 from valuspec.engine.probe import choose_exact_mode, prefill, probe, random_tree
 from valuspec.engine.rows import NEAR, SequenceRows
 from valuspec.engine.target import Target
@@ -57,9 +57,7 @@ def text(target: Target) -> np.ndarray:
 
 
 def new_cache(target: Target, places: int = 1) -> KvCache:
-    cache = target.new_cache(places)
-    cache.reserve(2 * BLOCK)
-    return cache
+    return target.new_cache(own_blocks(places, 2 * BLOCK))
 
 
 def one_by_one(
@@ -69,7 +67,7 @@ def one_by_one(
     logits = []
     for position, token in enumerate(tokens, start):
         rows = SequenceRows.chain(place, position, np.array([token]))
-        logits.append(target.forward([[rows]], cache)[0])
+        logits.append(target.forward([rows], cache)[0])
     return logits
 
 
@@ -85,7 +83,7 @@ def differing(
     for number in range(num_trees):
         path_tokens = tokens[start : start + PATH]
         rows, path = random_tree(rng, start, path_tokens, target.vocab_size, 0)
-        logits = target.forward([[rows]], cache)
+        logits = target.forward([rows], cache)
         for depth, row in enumerate(path):
             if not torch.equal(logits[row], expected[depth]):
                 found.append((number, depth))
@@ -120,14 +118,14 @@ def test_prompt_chunks_have_the_bits_of_plain_decoding(target: Target, text: np.
     cache = new_cache(target)
     expected = one_by_one(target, cache, 0, tokens)
     cache = new_cache(target)
-    whole = target.forward([[SequenceRows.chain(0, 0, tokens)]], cache)
+    whole = target.forward([SequenceRows.chain(0, 0, tokens)], cache)
     for position, logits in enumerate(expected):
         assert torch.equal(whole[position], logits), position
     first = 0
     cache = new_cache(target)
     for size in (1, 7, 2, 31, 19):
         rows = SequenceRows.chain(0, first, tokens[first : first + size])
-        chunk = target.forward([[rows]], cache)
+        chunk = target.forward([rows], cache)
         assert torch.equal(chunk[-1], expected[first + size - 1])
         first += size
 
@@ -140,7 +138,7 @@ def test_needle_alone_and_among_batch_mates(target: Target, text: np.ndarray, pl
     tree, _ = random_tree(rng, start, text[start:], target.vocab_size, 0)
     alone = new_cache(target)
     prefill(target, alone, 0, text[:start])
-    expected = target.forward([[tree]], alone)
+    expected = target.forward([tree], alone)
 
     cache = new_cache(target, 8)
     lengths = rng.integers(2, 90, 8)
@@ -158,19 +156,8 @@ def test_needle_alone_and_among_batch_mates(target: Target, text: np.ndarray, pl
                 rows, _ = random_tree(rng, int(lengths[mate]), context, target.vocab_size, mate)
                 members.append(rows)
         offset = sum(len(m) for m in members if m.sequence < place)
-        logits = target.forward(_runs(members), cache)
+        logits = target.forward(members, cache)
         assert torch.equal(logits[offset : offset + len(tree)], expected), mates
-
-
-def _runs(members: list[SequenceRows]) -> list[list[SequenceRows]]:
-    """Neighbouring places share a group."""
-    groups: list[list[SequenceRows]] = []
-    for member in members:
-        if groups and groups[-1][-1].sequence + 1 == member.sequence:
-            groups[-1].append(member)
-        else:
-            groups.append([member])
-    return groups
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from tests.support import engines
 from tests.support.tiny_models import EOS, FAMILIES, LEAN, tiny_model, wrap
 from valuspec.engine.attention import Attention
 from valuspec.engine.decoder import LeanDecoder, TransformersDecoder
-from valuspec.engine.kv_cache import BLOCK
+from valuspec.engine.kv_cache import BLOCK, own_blocks
 from valuspec.engine.path_attention import PathAttention
 from valuspec.engine.probe import probe
 from valuspec.engine.rows import SequenceRows
@@ -66,16 +66,15 @@ def test_logits_are_those_of_transformers(family: str, attention: type[Attention
     model = tiny_model(family)
     target = wrap(model)
     target.attention = attention
-    tokens = torch.tensor(engines.random_prompt(1, BLOCK + 30))
+    tokens = torch.tensor(engines.random_prompt(1, 2 * BLOCK + 30))
     with torch.inference_mode():
         expected = model(tokens[None]).logits[0]
-    cache = target.new_cache(1)
-    cache.reserve(len(tokens))
+    cache = target.new_cache(own_blocks(1, len(tokens)))
     # In uneven chunks, so that most chunks begin inside a block.
     logits, first = [], 0
     for size in (1, 100, 2, 155, len(tokens) - 258):
         rows = SequenceRows.chain(0, first, tokens[first : first + size].numpy())
-        logits.append(target.forward([[rows]], cache))
+        logits.append(target.forward([rows], cache))
         first += size
     torch.testing.assert_close(torch.cat(logits), expected, atol=2e-4, rtol=2e-4)
 

@@ -26,6 +26,7 @@ from tests.support import engines
 from tests.support.tiny_models import EOS, tiny_model, tiny_target, wrap
 from valuspec.engine import engine as engine_module
 from valuspec.engine import path_kernels, two_zone
+from valuspec.engine import sequence as sequence_module
 from valuspec.engine import target as target_module
 from valuspec.engine.attention import Attention
 from valuspec.engine.engine import Engine
@@ -66,6 +67,24 @@ def _exact_mode() -> tuple[Any, int]:
 
 def seeded_identity() -> bool:
     return identity(SEEDED)
+
+
+def sharing() -> bool:
+    """Whether requests that begin alike, or have equal blocks elsewhere, keep their outputs."""
+    target = tiny_target("llama", dtype=torch.bfloat16)
+    target.exact_mode, target.min_width = _exact_mode()
+    x, y, z = (engines.random_prompt(seed, BLOCK) for seed in (1, 2, 3))
+    tails = [engines.random_prompt(seed, 70) for seed in (4, 5)]
+    beginnings = [(*x, *y), (*z, *y), y]
+    prompts = [*beginnings, *((*beginning, *tail) for beginning in beginnings for tail in tails)]
+    requests = [
+        engines.request(str(n), prompt, max_tokens=80, ignore_eos=True)
+        for n, prompt in enumerate(prompts * 2)
+    ]
+    engine = engines.engine_of(target, max_batch_size=2, kv_tokens=8 * BLOCK)
+    results = engines.run(engine, requests)
+    apart = [engines.plain(target, r) for r in requests[: len(prompts)]]
+    return [results[r.request_id].visible for r in requests] == [a.visible for a in apart * 2]
 
 
 def ending() -> bool:
@@ -200,22 +219,20 @@ MUTATIONS = [
              "sources.append(tree.start + row)", "sources.append(tree.start + row - 1)"),
     Mutation("only keys moved", KvCache, "move", "values.index_copy_(", "(lambda *_: None)("),
     Mutation("only values moved", KvCache, "move", "keys.index_copy_(", "(lambda *_: None)("),
-    Mutation("last accepted token not committed", Engine, "_commit",
-             "1 + len(verdict.accepted_rows)", "max(1, len(verdict.accepted_rows))"),
     # ---- the batch
-    Mutation("a gap in the batch not closed", Engine, "_release",
-             "self._cache.move_sequence(last.place, sequence.place, last.committed)", "pass"),
-    Mutation("last block of a moved sequence forgotten", KvCache, "move_sequence",
-             "-(-num_slots // BLOCK)", "num_slots // BLOCK"),
+    Mutation("a key that forgets what came before", sequence_module, "next_key",
+             "key + np", "np", sharing),
+    Mutation("a table that is not written", Engine, "_grow",
+             "self._cache.tables[sequence.place, : len(sequence.blocks)]", "_"),
     TwoZoneMutation("results of batch mates swapped", two_zone, "_build_group",
-             "scatter.append(i * width + ", "scatter.append((count - 1 - i) * width + "),
+             "places.append(i * width + ", "places.append((count - 1 - i) * width + "),
     Mutation("one row's values written for all", path_kernels, "store",
              "= value[row, head, d]", "= value[0, head, d]"),
     # ---- the path
     Mutation("the first of the near slots for the last", path_kernels, "_slot",
              "paths.near.shape[1] - (paths.lengths[row] - j)", "j - paths.starts[row]"),
     Mutation("keys before the window weighed", path_kernels, "_attend_together",
-             "skip = max(0, paths.lowest[row] - at)", "skip = 0", reference),
+             "skip = min(count, max(0, paths.lowest[row] - at))", "skip = 0", reference),
     Mutation("window one too narrow on the path", PathAttention, "_through",
              "rows.lengths - window", "rows.lengths - window + 1", reference),
     Mutation("a tree row does not see itself", target_module, "build_rows",
@@ -235,7 +252,7 @@ def test_mutation_is_noticed(mutation: Mutation, monkeypatch: pytest.MonkeyPatch
     assert not mutation.noticed_by()
 
 
-@pytest.mark.parametrize("check", [identity, seeded_identity, ending, reference])
+@pytest.mark.parametrize("check", [identity, seeded_identity, sharing, ending, reference])
 def test_checks_pass_on_the_engine_as_it_is(check: Callable[[], bool]) -> None:
     assert check()
 

@@ -9,6 +9,7 @@ from numpy.random import Generator, Philox
 
 from tests.support import engines
 from tests.support.tiny_models import tiny_target
+from valuspec.engine.kv_cache import own_blocks
 from valuspec.engine.rows import SequenceRows
 from valuspec.engine.sampling import greedy_token, sample_token
 from valuspec.engine.types import SamplingParams
@@ -162,8 +163,7 @@ def test_engine_draws_are_those_of_sequential_sampling() -> None:
     result = engines.plain(target, engines.request("a", prompt, max_tokens=10, **params))
     text = list(prompt)
     for token in result.token_ids:
-        cache = target.new_cache(1)
-        cache.reserve(64)
-        logits = target.forward([[SequenceRows.chain(0, 0, np.array(text))]], cache)[-1]
+        cache = target.new_cache(own_blocks(1, 64))
+        logits = target.forward([SequenceRows.chain(0, 0, np.array(text))], cache)[-1]
         assert token == sample_token(logits, SamplingParams(**params), len(text))  # type: ignore[arg-type]
         text.append(token)

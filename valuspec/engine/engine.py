@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NoReturn
 
 import numpy as np
@@ -20,9 +21,11 @@ from numpy.typing import NDArray
 
 from valuspec.cost import LiveCosts
 from valuspec.drafting.drafter import Drafter, DraftSession
+from valuspec.engine.block_pool import BlockPool, Key
+from valuspec.engine.kv_cache import BLOCK
 from valuspec.engine.rows import SequenceRows
 from valuspec.engine.sampling import greedy_token, sample_token
-from valuspec.engine.scheduler import PREFILL_CHUNK, Running, schedule
+from valuspec.engine.scheduler import PREFILL_ROWS, Running, Waiting, schedule
 from valuspec.engine.sequence import Sequence
 from valuspec.engine.target import Target
 from valuspec.engine.types import GenerationRequest, StepOutput
@@ -59,7 +62,12 @@ class Engine:
         thresholds: ThresholdSet,
         max_batch_size: int = 8,
         node_filter: Filter = keep_by_value,
+        kv_tokens: int | None = None,
+        reuse_prefixes: bool = True,
     ) -> None:
+        """kv_tokens: tokens whose keys and values the cache holds; what memory allows when None.
+        reuse_prefixes: let requests of a namespace that begin alike share keys and values
+        """
         self.target = target
         self.drafter = drafter
         self.thresholds = thresholds
@@ -69,9 +77,16 @@ class Engine:
         self.live_costs = LiveCosts({})
         """Told how long each decode step's forward took."""
         self.counters: Counter[str] = Counter()
-        self._cache = target.new_cache(max_batch_size)
+        per_sequence = _blocks_for(target.max_model_len)
+        if kv_tokens is None:
+            kv_tokens = target.affordable_tokens(max_batch_size * per_sequence * BLOCK)
+        self.pool = BlockPool(max(1, kv_tokens // BLOCK))
+        tables = np.zeros((max_batch_size, per_sequence), np.int64)
+        self._cache = target.new_cache(tables, self.pool.num_blocks)
+        self._reuse_prefixes = reuse_prefixes
+        self._free_places = list(range(max_batch_size - 1, -1, -1))
         self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []  # index == place in the cache
+        self._running: list[Sequence] = []  # in order of admission
         # In envelope mode all rows of a forward must fit the one width.
         self._row_limit = target.min_width if target.exact_mode == "envelope" else None
 
@@ -92,6 +107,15 @@ class Engine:
                 f"This model's maximum context length is {limit} tokens, but {wanted} were "
                 f"requested ({len(prompt)} in the prompt, {request.params.max_tokens} for the "
                 "output). Shorten the prompt or lower max_tokens.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        room = self.pool.num_blocks * BLOCK
+        if _blocks_for(wanted) > self.pool.num_blocks:
+            raise RequestError(
+                f"{wanted} tokens were requested ({len(prompt)} in the prompt, "
+                f"{request.params.max_tokens} for the output), but the cache of this server holds "
+                f"{room} with its work space. Shorten the prompt or lower max_tokens.",
                 param="prompt",
                 code="context_length_exceeded",
             )
@@ -121,7 +145,7 @@ class Engine:
         if sequence in self._waiting:
             self._waiting.remove(sequence)
         else:
-            self._release([sequence])
+            self._leave(sequence)
 
     @property
     def has_work(self) -> bool:
@@ -144,60 +168,147 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Run one step and return what each request gained by it."""
         plan = schedule(
-            [Running(len(s.request.prompt_ids), s.computed_prompt) for s in self._running],
-            [len(s.request.prompt_ids) for s in self._waiting],
-            max_batch_size=self.max_batch_size,
-            prefill_chunk=self._row_limit or PREFILL_CHUNK,
+            [self._as_running(s) for s in self._running],
+            [self._as_waiting(s) for s in itertools.islice(self._waiting, len(self._free_places))],
+            num_places=self.max_batch_size,
+            num_blocks=self.pool.num_available,
+            prefill_rows=self._row_limit or PREFILL_ROWS,
         )
+        for index in plan.preempted:
+            self._preempt(self._running[index])
         for _ in range(plan.num_admitted):
             self._admit(self._waiting.popleft())
-        outputs: list[StepOutput] = []
-        if plan.decode:
-            outputs += self._decode([self._running[place] for place in plan.decode])
-        if plan.prefill is not None:
-            place, first, last = plan.prefill
-            outputs += self._prefill(self._running[place], first, last)
-        self._release([s for s in self._running if s.finish_reason is not None])
+        decoding = [self._running[index] for index in plan.decode]
+        chunks = [(self._running[index], num_rows) for index, num_rows in plan.prefill]
+        if self._row_limit is None:
+            outputs = self._compute(decoding, chunks)
+        else:  # rows of both may not fit the envelope together
+            outputs = self._compute(decoding, []) + self._compute([], chunks)
+        for sequence in self._running:
+            self._offer_blocks(sequence)
+        for sequence in [s for s in self._running if s.finish_reason is not None]:
+            self._release(sequence)
         return outputs
+
+    # ---- blocks
+
+    def _as_running(self, sequence: Sequence) -> Running:
+        growth = 0
+        if sequence.committed == sequence.context:
+            growth = _blocks_for(sequence.committed) - len(sequence.blocks)
+        alone = sum(self.pool.num_users(block) == 1 for block in sequence.blocks)
+        return Running(sequence.context, sequence.committed, growth, alone)
+
+    def _as_waiting(self, sequence: Sequence) -> Waiting:
+        found = self.pool.find(self._reusable(sequence))
+        in_use = sum(self.pool.num_users(block) > 0 for block in found)
+        wanted = _blocks_for(sequence.context) - in_use
+        return Waiting(sequence.context, wanted, len(found) * BLOCK)
+
+    def _reusable(self, sequence: Sequence) -> list[Key]:
+        """Keys of the blocks a sequence may take over; its last prompt token is computed anew, as
+        its logits are wanted."""
+        most = sequence.context - (0 if sequence.output_ids else 1)
+        return sequence.extend_keys()[: most // BLOCK]
 
     def _admit(self, sequence: Sequence) -> None:
         request = sequence.request
-        slots = len(request.prompt_ids) + request.params.max_tokens + MAX_TREE_NODES + 1
-        self._cache.reserve(slots)
-        sequence.place = len(self._running)
+        sequence.place = self._free_places.pop()
         self._running.append(sequence)
-        sequence.admit(self.thresholds, self.target.eos_token_ids)
-        if request.params.speculative:
-            sequence.session = self.drafter.start(request.namespace, request.prompt_ids)
-            sequence.session.add_retrieved(sequence.early_trees)
+        sequence.blocks = self.pool.share(self._reusable(sequence))
+        sequence.num_kept = len(sequence.blocks)
+        sequence.committed = len(sequence.blocks) * BLOCK
+        self._grow(sequence, sequence.context)
+        if sequence.session is None:
+            sequence.stats.num_cached_tokens = sequence.committed
+            sequence.admit(self.thresholds, self.target.eos_token_ids)
+            if request.params.speculative:
+                sequence.session = self.drafter.start(request.namespace, request.prompt_ids)
+                sequence.session.add_retrieved(sequence.early_trees)
 
-    def _prefill(self, sequence: Sequence, first: int, last: int) -> list[StepOutput]:
-        started = time.perf_counter()
-        prompt = sequence.request.prompt_ids
-        rows = SequenceRows.chain(sequence.place, first, np.array(prompt[first:last]))
-        logits = self.target.forward([[rows]], self._cache, np.array([last - first - 1]))
-        sequence.computed_prompt = sequence.committed = last
-        sequence.stats.prefill_s += time.perf_counter() - started
-        if last < len(prompt):
+    def _grow(self, sequence: Sequence, num_tokens: int) -> None:
+        """Give a sequence blocks for `num_tokens` and a tree."""
+        sequence.blocks += self.pool.allocate(_blocks_for(num_tokens) - len(sequence.blocks))
+        self._cache.tables[sequence.place, : len(sequence.blocks)] = sequence.blocks
+
+    def _offer_blocks(self, sequence: Sequence) -> None:
+        """Let others share the blocks that have become full."""
+        full = sequence.committed // BLOCK
+        if self._reuse_prefixes and sequence.num_kept < full:
+            keys = sequence.extend_keys()
+            for index in range(sequence.num_kept, full):
+                self.pool.keep(sequence.blocks[index], keys[index])
+            sequence.num_kept = full
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a sequence out of the batch; its place and blocks are free."""
+        self._running.remove(sequence)
+        self._free_places.append(sequence.place)
+        self.pool.release(sequence.blocks)
+        sequence.place, sequence.blocks, sequence.committed = -1, [], 0
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Make room: the sequence computes its context anew when there is room again."""
+        self.counters["preemptions"] += 1
+        self._leave(sequence)
+        self._waiting.appendleft(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        request = sequence.request
+        if sequence.finish_reason in ("stop", "length") and sequence.greedy:
+            self.drafter.remember(request.namespace, request.prompt_ids, sequence.output_ids)
+
+    # ---- what a step computes
+
+    def _compute(
+        self, decoding: list[Sequence], filling: list[tuple[Sequence, int]]
+    ) -> list[StepOutput]:
+        """One forward: the trees of `decoding`, and so many more rows of `filling`'s contexts."""
+        if not decoding and not filling:
             return []
-        return [sequence.emit((self._choose(sequence, logits[0], 0),))]
-
-    def _decode(self, sequences: list[Sequence]) -> list[StepOutput]:
         started = time.perf_counter()
-        rows = [self._draft(sequence, len(sequences)) for sequence in sequences]
+        for sequence in decoding:
+            self._grow(sequence, sequence.committed)
+        trees = [self._draft(sequence, len(decoding)) for sequence in decoding]
+        chunks = [_next_chunk(sequence, num_rows) for sequence, num_rows in filling]
+        num_tree_rows = sum(map(len, trees))
+        ends = num_tree_rows + np.cumsum([len(chunk) for chunk in chunks], dtype=np.int64) - 1
         forward_started = time.perf_counter()
-        logits = self.target.forward(_neighbours(rows), self._cache)
+        logits = self.target.forward(
+            [*trees, *chunks], self._cache, np.concatenate([np.arange(num_tree_rows), ends])
+        )
         self.target.wait()
         forward_s = time.perf_counter() - forward_started
-        self.live_costs.add(batch_size=len(sequences), num_rows=len(logits), seconds=forward_s)
-        offset = 0
+        if not filling:  # the measured costs are those of decoding alone
+            self.live_costs.add(batch_size=len(decoding), num_rows=num_tree_rows, seconds=forward_s)
+        outputs = self._accept(decoding, trees, logits[:num_tree_rows], forward_s)
+        elapsed = time.perf_counter() - started
+        for sequence in decoding:
+            sequence.stats.decode_s += elapsed
+        for (sequence, _), chunk, last in zip(filling, chunks, logits[num_tree_rows:], strict=True):
+            sequence.committed += len(chunk)
+            sequence.stats.prefill_s += elapsed
+            if sequence.committed == sequence.context and not sequence.output_ids:
+                outputs.append(sequence.emit((self._choose(sequence, last, 0),)))
+        return outputs
+
+    def _accept(
+        self,
+        sequences: list[Sequence],
+        trees: list[SequenceRows],
+        logits: torch.Tensor,
+        forward_s: float,
+    ) -> list[StepOutput]:
+        """Follow the target's choices down each tree; keep what was accepted."""
         verdicts = []
-        for sequence, tree in zip(sequences, rows, strict=True):
+        offset = 0
+        for sequence, tree in zip(sequences, trees, strict=True):
             verdicts.append(self._verify(sequence, tree, logits[offset : offset + len(tree)]))
             offset += len(tree)
-        self._commit(sequences, rows, verdicts)
+        self._commit(sequences, trees, verdicts)
         outputs = []
-        for sequence, tree, verdict in zip(sequences, rows, verdicts, strict=True):
+        for sequence, tree, verdict in zip(sequences, trees, verdicts, strict=True):
             sequence.stats.add_step(
                 kept=len(tree) - 1,
                 accepted=len(verdict.accepted_rows),
@@ -205,9 +316,6 @@ class Engine:
                 forward_s=forward_s,
             )
             outputs.append(sequence.emit(verdict.token_ids))
-        elapsed = time.perf_counter() - started
-        for sequence in sequences:
-            sequence.stats.decode_s += elapsed
         return outputs
 
     def _draft(self, sequence: Sequence, batch_size: int) -> SequenceRows:
@@ -273,30 +381,20 @@ class Engine:
                     targets.append(tree.start + order)
             sequence.committed += 1 + len(verdict.accepted_rows)
         if places:
-            self._cache.move(np.array(places), np.array(sources), np.array(targets))
-
-    def _release(self, ended: list[Sequence]) -> None:
-        """Free the places of ended sequences and close the gaps with the last ones."""
-        for sequence in sorted(ended, key=lambda s: s.place, reverse=True):
-            last = self._running.pop()
-            if last is not sequence:
-                self._cache.move_sequence(last.place, sequence.place, last.committed)
-                self._running[sequence.place] = last
-                last.place = sequence.place
-            request = sequence.request
-            if sequence.finish_reason in ("stop", "length") and sequence.greedy:
-                self.drafter.remember(request.namespace, request.prompt_ids, sequence.output_ids)
+            cells = partial(self._cache.cells, np.array(places))
+            self._cache.move(cells(np.array(sources)), cells(np.array(targets)))
 
 
-def _neighbours(rows: list[SequenceRows]) -> list[list[SequenceRows]]:
-    """Split rows, in order of place, into runs of neighbouring places."""
-    groups: list[list[SequenceRows]] = []
-    for member in rows:
-        if groups and groups[-1][-1].sequence + 1 == member.sequence:
-            groups[-1].append(member)
-        else:
-            groups.append([member])
-    return groups
+def _next_chunk(sequence: Sequence, num_rows: int) -> SequenceRows:
+    """The next rows of a sequence's context, num_rows at most."""
+    first = sequence.committed
+    tokens = sequence.tokens(first, min(first + num_rows, sequence.context))
+    return SequenceRows.chain(sequence.place, first, tokens)
+
+
+def _blocks_for(num_tokens: int) -> int:
+    """Blocks for so many committed tokens and the largest tree behind them."""
+    return -(-(num_tokens + 1 + MAX_TREE_NODES) // BLOCK)
 
 
 def _refuse_id(request_id: str) -> NoReturn:

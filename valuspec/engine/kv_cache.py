@@ -1,14 +1,14 @@
-"""Keys and values of all running sequences, in blocks of positions.
+"""Keys and values of all running sequences, in blocks of positions that sequences may share.
 
-keys:   [layers, blocks, sequences, kv heads, head size, BLOCK]      (transposed: scores = q @ keys)
-values: [layers, blocks, sequences, kv heads, BLOCK, head size + ONES]  (ones where stored)
+keys:   [layers, blocks, kv heads, head size, BLOCK]            (transposed: scores = q @ keys)
+values: [layers, blocks, kv heads, BLOCK, head size + ONES]     (ones where stored)
+tables: int64 [sequences, blocks of a sequence]; slot s of a sequence lies in block
+        tables[sequence, s // BLOCK] at s % BLOCK, which together make a cell: block * BLOCK + at.
 
-Blocks come before sequences so that a layer's block of the running sequences, which always occupy
-the first places, is one contiguous batch of matrices. Every product over keys therefore has the
-same inner size BLOCK whatever the context length: kernels split longer inner sizes differently for
-different lengths, which would change the rounding. A column of ones makes the softmax denominator
-part of the same product; there are ONES of them so that every row begins at a multiple of 8 bytes
-(16 in fp32): fp32 kernels round differently at other addresses.
+Every product over keys has the same inner size BLOCK whatever the context length: kernels split
+longer inner sizes differently for different lengths, which would change the rounding. A column of
+ones makes the softmax denominator part of the same product; there are ONES of them so that every
+row begins at a multiple of 8 bytes (16 in fp32): fp32 kernels round differently at other addresses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.nn import functional
 from valuspec.engine.bits import aligned_zeros
 
 #: Positions per block.
-BLOCK = 256
+BLOCK = 128
 #: Columns of ones behind each value.
 ONES = 4
 
@@ -31,86 +31,71 @@ Int64Array = NDArray[np.int64]
 
 
 class KvCache:
-    """Slots for `num_sequences` sequences; slot == position once committed."""
+    """Cells for `num_blocks` blocks; who may use which is written in `tables` by their owner."""
 
     def __init__(
         self,
         *,
         num_layers: int,
-        num_sequences: int,
+        num_blocks: int,
         num_heads: int,
         num_kv_heads: int,
         head_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        tables: Int64Array,
     ) -> None:
         self.num_layers = num_layers
-        self.num_sequences = num_sequences
         self.num_kv_heads = num_kv_heads
         self.group_size = num_heads // num_kv_heads
         self.head_size = head_size
         self.dtype = dtype
         self.device = device
-        self.keys = self._blocks(1, head_size, BLOCK)
-        self.values = self._blocks(1, BLOCK, head_size + ONES)
-        self._bind_layers()
+        self.tables = tables
+        heads = (num_layers, num_blocks, num_kv_heads)
+        self.keys = self._zeros((*heads, head_size, BLOCK))
+        self.values = self._zeros((*heads, BLOCK, head_size + ONES))
+        layers = range(num_layers)
+        self.layer_keys = [self.keys[i].view(-1) for i in layers]
+        self.layer_values = [self.values[i].view(-1, head_size + ONES) for i in layers]
 
-    def _blocks(self, num_blocks: int, rows: int, columns: int) -> torch.Tensor:
+    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
         # Zeros, not empty: a masked key has weight zero, and zero times garbage may be NaN.
-        shape = (self.num_layers, num_blocks, self.num_sequences, self.num_kv_heads, rows, columns)
         if self.device.type != "cpu":
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
-        # numpy leaves zero pages to the system: memory is used when a slot is, not when it could.
+        # numpy leaves zero pages to the system: memory is used when a cell is, not when it could.
         lazy = aligned_zeros((math.prod(shape) * self.dtype.itemsize,), np.uint8)
         return torch.from_numpy(lazy).view(self.dtype).view(shape)
-
-    def _bind_layers(self) -> None:
-        layers = range(self.num_layers)
-        self.layer_keys = [self.keys[i].view(-1) for i in layers]
-        self.layer_values = [self.values[i].view(-1, self.head_size + ONES) for i in layers]
 
     @property
     def num_blocks(self) -> int:
         return self.keys.shape[1]
 
-    def reserve(self, num_slots: int) -> None:
-        """Make room for `num_slots` slots per sequence; grows by doubling, keeps what is stored."""
-        needed, present = -(-num_slots // BLOCK), self.num_blocks
-        if needed <= present:
-            return
-        keys, values = self.keys, self.values
-        self.keys = self._blocks(max(needed, 2 * present), self.head_size, BLOCK)
-        self.values = self._blocks(max(needed, 2 * present), BLOCK, self.head_size + ONES)
-        self.keys[:, :present] = keys
-        self.values[:, :present] = values
-        self._bind_layers()
+    def cells(self, sequences: Int64Array, slots: Int64Array) -> Int64Array:
+        """Where slots of sequences lie; arguments broadcast."""
+        cells: Int64Array = self.tables[sequences, slots // BLOCK] * BLOCK + slots % BLOCK
+        return cells
 
-    def key_block(self, layer: int, block: int, first: int, count: int) -> torch.Tensor:
-        """Keys [count * kv heads, head size, BLOCK] of one block of neighbouring sequences."""
-        return self.keys[layer, block, first : first + count].view(-1, self.head_size, BLOCK)
+    def key_block(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
+        """Keys of `blocks` [count], copied: [count * kv heads, head size, BLOCK]."""
+        return self.keys[layer].index_select(0, blocks).view(-1, self.head_size, BLOCK)
 
-    def value_block(self, layer: int, block: int, first: int, count: int) -> torch.Tensor:
-        """Values [count * kv heads, BLOCK, head size + ONES] of one block."""
-        return self.values[layer, block, first : first + count].view(
-            -1, BLOCK, self.head_size + ONES
-        )
+    def value_block(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
+        """Values of `blocks` [count], copied: [count * kv heads, BLOCK, head size + ONES]."""
+        return self.values[layer].index_select(0, blocks).view(-1, BLOCK, self.head_size + ONES)
 
-    def value_row_of(self, sequence: Int64Array, head: Int64Array, slot: Int64Array) -> Int64Array:
+    def value_row_of(self, head: Int64Array, cells: Int64Array) -> Int64Array:
         """Row of a layer's value store [-1, head size + ONES]; arguments broadcast."""
-        block, within = slot // BLOCK, slot % BLOCK
-        head_row = (block * self.num_sequences + sequence) * self.num_kv_heads + head
-        rows: Int64Array = head_row * BLOCK + within
+        rows: Int64Array = (cells // BLOCK * self.num_kv_heads + head) * BLOCK + cells % BLOCK
         return rows
 
-    def value_rows(self, sequences: Int64Array, slots: Int64Array) -> Int64Array:
-        """Rows for [num_rows] slots and all heads, flattened to [num_rows * kv heads]."""
-        heads = np.arange(self.num_kv_heads)
-        return self.value_row_of(sequences[:, None], heads, slots[:, None]).reshape(-1)
+    def value_rows(self, cells: Int64Array) -> Int64Array:
+        """Rows for [num_rows] cells and all heads, flattened to [num_rows * kv heads]."""
+        return self.value_row_of(np.arange(self.num_kv_heads), cells[:, None]).reshape(-1)
 
-    def key_offsets(self, sequences: Int64Array, slots: Int64Array) -> Int64Array:
+    def key_offsets(self, cells: Int64Array) -> Int64Array:
         """Offsets into a layer's flat key store, [num_rows * kv heads * head size]."""
-        heads = np.arange(self.num_kv_heads)
-        rows = self.value_row_of(sequences[:, None], heads, slots[:, None])
+        rows = self.value_row_of(np.arange(self.num_kv_heads), cells[:, None])
         matrix, within = rows // BLOCK, rows % BLOCK
         size = self.head_size
         offsets = (matrix[..., None] * size + np.arange(size)) * BLOCK + within[..., None]
@@ -130,8 +115,8 @@ class KvCache:
         rows = functional.pad(values, (0, ONES), value=1.0).view(-1, self.head_size + ONES)
         self.layer_values[layer].index_copy_(0, value_rows, rows)
 
-    def move(self, sequences: Int64Array, sources: Int64Array, targets: Int64Array) -> None:
-        """Copy slots within sequences, all layers at once; every source is read before any write.
+    def move(self, sources: Int64Array, targets: Int64Array) -> None:
+        """Copy cells, all layers at once; every source is read before any write.
 
         Commits an accepted path: its keys and values are moved, never computed again.
         """
@@ -141,13 +126,13 @@ class KvCache:
 
         keys = self.keys.view(self.num_layers, -1)
         values = self.values.view(self.num_layers, -1, self.head_size + ONES)
-        moved_keys = keys.index_select(1, tensor(self.key_offsets(sequences, sources)))
-        moved_values = values.index_select(1, tensor(self.value_rows(sequences, sources)))
-        keys.index_copy_(1, tensor(self.key_offsets(sequences, targets)), moved_keys)
-        values.index_copy_(1, tensor(self.value_rows(sequences, targets)), moved_values)
+        moved_keys = keys.index_select(1, tensor(self.key_offsets(sources)))
+        moved_values = values.index_select(1, tensor(self.value_rows(sources)))
+        keys.index_copy_(1, tensor(self.key_offsets(targets)), moved_keys)
+        values.index_copy_(1, tensor(self.value_rows(targets)), moved_values)
 
-    def move_sequence(self, source: int, target: int, num_slots: int) -> None:
-        """Copy the first slots of a sequence to another place: the running ones stay neighbours."""
-        blocks = -(-num_slots // BLOCK)
-        self.keys[:, :blocks, target] = self.keys[:, :blocks, source]
-        self.values[:, :blocks, target] = self.values[:, :blocks, source]
+
+def own_blocks(num_sequences: int, num_slots: int) -> Int64Array:
+    """Tables that give each sequence blocks of its own for `num_slots` slots."""
+    per_sequence = -(-num_slots // BLOCK)
+    return np.arange(num_sequences * per_sequence).reshape(num_sequences, per_sequence)

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 
 from valuspec.cost import ROWS, CostStaircase
+from valuspec.engine.kv_cache import own_blocks
 from valuspec.engine.rows import SequenceRows
 from valuspec.engine.target import Target
 
@@ -58,13 +59,15 @@ class _Batch:
 
     def __init__(self, target: Target, num_sequences: int) -> None:
         self._target = target
-        self._cache = target.new_cache(num_sequences)
-        self._cache.reserve(CONTEXT + MAX_ROWS)
+        self._cache = target.new_cache(own_blocks(num_sequences, CONTEXT + MAX_ROWS))
         self._tokens = np.arange(CONTEXT, dtype=np.int64) % target.vocab_size
         prompt = SequenceRows.chain(0, 0, self._tokens)
-        target.forward([[prompt]], self._cache, np.array([CONTEXT - 1]))
+        target.forward([prompt], self._cache, np.array([CONTEXT - 1]))
+        slots, first = np.arange(CONTEXT), np.zeros(CONTEXT, np.int64)
         for place in range(1, num_sequences):
-            self._cache.move_sequence(0, place, CONTEXT)
+            self._cache.move(
+                self._cache.cells(first, slots), self._cache.cells(first + place, slots)
+            )
 
     def forward(self, batch_size: int, num_rows: int) -> float:
         """Seconds of one forward of the first sequences, each with a tree of `num_rows` rows."""
@@ -75,6 +78,6 @@ class _Batch:
             for place in range(batch_size)
         ]
         started = time.perf_counter()
-        self._target.forward([members], self._cache)
+        self._target.forward(members, self._cache)
         self._target.wait()
         return time.perf_counter() - started

@@ -14,8 +14,8 @@ tree, on batch mates, on the number of rows, or on whether a key was committed o
 compiler vectorises across keys in the first line and across the head in the last; without
 fast-math it may not reorder a sum.
 
-Rows of one sequence share the work of turning stored keys and values into fp32, tile after tile,
-and three queries at a time share the loads of a tile. For the few rows of a decoding step this
+Rows of one sequence share the work of turning stored keys and values into fp32, block after block,
+and three queries at a time share the loads of a block. For the few rows of a decoding step this
 takes a fraction of the time of matrix products, whose fixed costs dominate there.
 """
 
@@ -30,12 +30,12 @@ import torch
 
 from valuspec.engine import path_kernels
 from valuspec.engine.bits import as_numpy
-from valuspec.engine.kv_cache import KvCache
+from valuspec.engine.kv_cache import BLOCK, KvCache
 from valuspec.engine.path_kernels import Paths, Scratch
 from valuspec.engine.rows import Rows
 
-#: Keys of all rows together that are worth a second thread: waking it takes as long as a thousand.
-_KEYS_PER_THREAD = 2000
+#: Keys of all rows together that are worth a thread: for fewer, waking it takes as long.
+_KEYS_PER_THREAD = 8000
 
 
 class PathAttention:
@@ -46,12 +46,13 @@ class PathAttention:
         self._rows = rows
         self._keys = as_numpy(cache.keys)
         self._values = as_numpy(cache.values)
+        self._cells = cache.cells(rows.sequences, rows.slots)
         num_threads = int(rows.lengths.sum()) // _KEYS_PER_THREAD
         num_threads = max(1, min(torch.get_num_threads(), num_threads))
         bounds = np.linspace(0, rows.num_rows, num_threads + 1).astype(int).tolist()
         longest = int(rows.lengths.max())
         self._shares = [
-            (*Scratch.allocate(cache.group_size, cache.head_size, longest), first, last)
+            (*Scratch.allocate(cache.group_size, cache.head_size, BLOCK, longest), first, last)
             for first, last in pairwise(bounds)
         ]
         self._paths: dict[int | None, Paths] = {}
@@ -67,8 +68,8 @@ class PathAttention:
         softcap: float | None = None,
     ) -> torch.Tensor:
         """See `Attention.attend`."""
-        rows, keys, values = self._rows, self._keys[layer], self._values[layer]
-        path_kernels.store(as_numpy(key), as_numpy(value), keys, values, rows.sequences, rows.slots)
+        keys, values = self._keys[layer], self._values[layer]
+        path_kernels.store(as_numpy(key), as_numpy(value), keys, values, self._cells)
         # Rows of padding stay zero: finite, and never read.
         out = torch.zeros(query.shape, dtype=query.dtype)
         arguments = (
@@ -94,7 +95,7 @@ class PathAttention:
             if window is not None:
                 lowest = np.maximum(0, rows.lengths - window)
             self._paths[window] = Paths(
-                rows.sequences, rows.starts, lowest, rows.lengths, rows.near
+                self.cache.tables, rows.sequences, rows.starts, lowest, rows.lengths, rows.near
             )
         return self._paths[window]
 

@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 from valuspec.engine.bits import aligned_zeros
 from valuspec.jit import kernel
 
-#: Keys turned into fp32 at a time: a tile of them, and its scores, stay close to the processor.
-TILE = 128
-#: Queries that share a tile; a row has one for each query head of a key head.
+#: Queries that share a block turned into fp32; a row has one for each query head of a key head.
 QUERIES = 24
 #: Lanes of the sum of weights: one vector register.
 LANES = 16
@@ -29,9 +27,10 @@ class Paths(NamedTuple):
     """The keys of each row, int64 [num_rows]: `lowest` to `lengths - 1`.
 
     Key j of a row is slot j below `starts`; above, it is an entry of `near` [num_rows, NEAR],
-    whose last is the row itself.
+    whose last is the row itself. tables: the cache's.
     """
 
+    tables: Int64Array
     sequences: Int64Array
     starts: Int64Array
     lowest: Int64Array
@@ -45,25 +44,25 @@ class Scratch(NamedTuple):
     queries: FloatArray
     """[queries, head size rounded up to 4]; zero beyond the head size"""
     keys: FloatArray
-    """[head size rounded up to 4, TILE]; zero beyond the head size"""
+    """[head size rounded up to 4, BLOCK]: keys of a block; zero beyond the head size"""
     values: FloatArray
-    """[TILE, head size]"""
+    """[BLOCK, head size]: values of a block"""
     scores: FloatArray
-    """[queries, keys + TILE]: scores, then weights, by position"""
+    """[queries, at least all keys]: scores, then weights, by position"""
     sums: FloatArray
     """[queries, head size]: weighted values"""
     lanes: FloatArray
     """[LANES]"""
 
     @classmethod
-    def allocate(cls, group_size: int, head_size: int, longest: int) -> Scratch:
+    def allocate(cls, group_size: int, head_size: int, block_size: int, longest: int) -> Scratch:
         queries, padded = max(QUERIES, group_size), -(-head_size // 4) * 4
-        longest = -(-longest // LANES) * LANES
+        whole_vectors = (longest // LANES + 2) * LANES
         return cls(
             queries=aligned_zeros((queries, padded), np.float32),
-            keys=aligned_zeros((padded, TILE), np.float32),
-            values=aligned_zeros((TILE, head_size), np.float32),
-            scores=aligned_zeros((queries, longest + TILE), np.float32),
+            keys=aligned_zeros((padded, block_size), np.float32),
+            values=aligned_zeros((block_size, head_size), np.float32),
+            scores=aligned_zeros((queries, whole_vectors), np.float32),
             sums=aligned_zeros((queries, head_size), np.float32),
             lanes=aligned_zeros((LANES,), np.float32),
         )
@@ -145,15 +144,15 @@ def _exp(x: Any) -> Any:
 
 
 @kernel
-def store(key: Any, value: Any, keys: Any, values: Any, sequences: Any, slots: Any) -> None:
-    """Write the rows' keys and values; layouts as in KvCache."""
-    heads, size, block_size = keys.shape[2], keys.shape[3], keys.shape[4]
-    for row in range(slots.size):
-        block, within = slots[row] // block_size, slots[row] % block_size
+def store(key: Any, value: Any, keys: Any, values: Any, cells: Any) -> None:
+    """Write the rows' keys and values to their cells; layouts as in KvCache."""
+    heads, size, block_size = keys.shape[1], keys.shape[2], keys.shape[3]
+    for row in range(cells.size):
+        block, within = cells[row] // block_size, cells[row] % block_size
         for head in range(heads):
             for d in range(size):
-                keys[block, sequences[row], head, d, within] = key[row, head, d]
-                values[block, sequences[row], head, within, d] = value[row, head, d]
+                keys[block, head, d, within] = key[row, head, d]
+                values[block, head, within, d] = value[row, head, d]
 
 
 @kernel
@@ -161,6 +160,7 @@ def attend(
     query: Any,
     keys: Any,
     values: Any,
+    tables: Any,
     sequences: Any,
     starts: Any,
     lowest: Any,
@@ -181,11 +181,11 @@ def attend(
 
     The other arguments are the fields of `Paths` and of `Scratch`, one by one: a call that passes
     a named tuple goes through Python again to find its type.
-    Rows of one sequence go together, as many as share a tile.
+    Rows of one sequence go together, as many as QUERIES allows.
     """
-    paths = Paths(sequences, starts, lowest, lengths, near)
+    paths = Paths(tables, sequences, starts, lowest, lengths, near)
     scratch = Scratch(queries, key_tile, value_tile, scores, sums, lanes)
-    group = query.shape[1] // keys.shape[2]
+    group = query.shape[1] // keys.shape[1]
     low = first
     while low < last:
         sequence, high = paths.sequences[low], low + 1
@@ -194,7 +194,7 @@ def attend(
             and (high + 1 - low) * group <= QUERIES
         ):  # fmt: skip
             high += 1
-        for head in range(keys.shape[2]):
+        for head in range(keys.shape[1]):
             _attend_together(
                 query[:, head * group : (head + 1) * group],
                 keys,
@@ -227,8 +227,8 @@ def _attend_together(
 
     Up to the lowest of their starts the rows share the keys; beyond it each has its own.
     """
-    group, size, block_size = query.shape[1], query.shape[2], keys.shape[4]
-    sequence = paths.sequences[low]
+    group, size, block_size = query.shape[1], query.shape[2], keys.shape[3]
+    table = paths.tables[paths.sequences[low]]
     shared = paths.starts[low:high].min()
     lowest, all_from = paths.lowest[low:high].min(), paths.lowest[low:high].max()
 
@@ -236,20 +236,16 @@ def _attend_together(
         for g in range(group):
             for d in range(size):
                 scratch.queries[(row - low) * group + g, d] = _widen(query[row, g, d])
-    at = lowest
-    while at < shared:
-        count = min(TILE, block_size - at % block_size, shared - at)
-        block = keys[at // block_size, sequence, head]
-        _load_keys(scratch.keys, block, at % block_size, count)
-        _score(scratch, 0, (high - low) * group, at, count)
-        at += count
+    for at in range(lowest - lowest % block_size, shared, block_size):
+        _load_keys(scratch.keys, keys[table[at // block_size], head])
+        _score(scratch, 0, (high - low) * group, at, min(block_size, shared - at))
     for row in range(low, high):
         at, length = max(shared, paths.lowest[row]), paths.lengths[row]
         for j in range(at, length):
             slot = _slot(paths, row, j)
+            block = keys[table[slot // block_size], head]
             for d in range(size):
-                key = keys[slot // block_size, sequence, head, d, slot % block_size]
-                scratch.keys[d, j - at] = _widen(key)
+                scratch.keys[d, j - at] = _widen(block[d, slot % block_size])
         _score(scratch, (row - low) * group, (row - low + 1) * group, at, length - at)
 
     for row in range(low, high):
@@ -261,23 +257,20 @@ def _attend_together(
             _soften(score, paths.lowest[row], paths.lengths[row], scratch.lanes)
 
     scratch.sums[: (high - low) * group] = np.float32(0)
-    at = lowest
-    while at < shared:
-        count = min(TILE, block_size - at % block_size, shared - at)
-        block = values[at // block_size, sequence, head]
-        _load_values(scratch.values, block[at % block_size : at % block_size + count], 0)
+    for at in range(lowest - lowest % block_size, shared, block_size):
+        count = min(block_size, shared - at)
+        _load_values(scratch.values, values[table[at // block_size], head][:count], 0)
         if at >= all_from:
             _weigh(scratch, 0, (high - low) * group, at, 0, count)
         else:
             for row in range(low, high):
-                skip = max(0, paths.lowest[row] - at)
+                skip = min(count, max(0, paths.lowest[row] - at))
                 _weigh(scratch, (row - low) * group, (row - low + 1) * group, at, skip, count)
-        at += count
     for row in range(low, high):
         at, length = max(shared, paths.lowest[row]), paths.lengths[row]
         for j in range(at, length):
             slot = _slot(paths, row, j)
-            block = values[slot // block_size, sequence, head]
+            block = values[table[slot // block_size], head]
             _load_values(scratch.values, block[slot % block_size : slot % block_size + 1], j - at)
         _weigh(scratch, (row - low) * group, (row - low + 1) * group, at, 0, length - at)
         for g in range(group):
@@ -295,12 +288,10 @@ def _slot(paths: Paths, row: int, j: int) -> int:
 
 
 @kernel
-def _load_keys(tile: Any, keys: Any, low: int, count: int) -> None:
+def _load_keys(tile: Any, keys: Any) -> None:
     for d in range(keys.shape[0]):
-        # Rows are sliced one by one: only then does the compiler know them contiguous.
-        stored = keys[d][low : low + count]
-        for j in range(count):
-            tile[d, j] = _widen(stored[j])
+        for j in range(keys.shape[1]):
+            tile[d, j] = _widen(keys[d, j])
 
 
 @kernel

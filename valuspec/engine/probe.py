@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from valuspec.engine.kv_cache import BLOCK, KvCache
+from valuspec.engine.kv_cache import BLOCK, KvCache, own_blocks
 from valuspec.engine.rows import NEAR, SequenceRows
 
 if TYPE_CHECKING:
@@ -57,8 +57,7 @@ def probe(target: Target, *, num_trees: int = 12, seed: int = 0) -> ProbeResult:
     checked = equal = 0
     starts = [s for s in _STARTS if s + 2 * NEAR < target.max_model_len] or [0]
     tokens = rng.integers(0, target.vocab_size, max(starts) + NEAR)
-    cache = target.new_cache(2)
-    cache.reserve(len(tokens) + ENVELOPE)
+    cache = target.new_cache(own_blocks(2, len(tokens) + ENVELOPE))
     for place in (0, 1):
         prefill(target, cache, place, tokens[: max(starts)])
     # From the longest context down: what a tree overwrites lies behind every shorter one.
@@ -66,11 +65,11 @@ def probe(target: Target, *, num_trees: int = 12, seed: int = 0) -> ProbeResult:
         reference = []
         for position in range(start, start + NEAR):
             alone = SequenceRows.chain(0, position, tokens[position : position + 1])
-            reference.append(target.forward([[alone]], cache)[0])
+            reference.append(target.forward([alone], cache)[0])
         for trial in range(num_trees // len(starts)):
             trees = [random_tree(rng, start, tokens[start:], target.vocab_size, p) for p in (0, 1)]
             members = [rows for rows, _ in trees][: 1 + trial % 2]
-            logits = target.forward([members], cache)
+            logits = target.forward(members, cache)
             offset = 0
             for rows, path in trees[: len(members)]:
                 for depth, row in enumerate(path):
@@ -85,7 +84,7 @@ def prefill(target: Target, cache: KvCache, place: int, tokens: NDArray[np.int64
     for first in range(0, len(tokens), ENVELOPE):
         chunk = tokens[first : first + ENVELOPE]
         last_row = np.array([len(chunk) - 1])
-        target.forward([[SequenceRows.chain(place, first, chunk)]], cache, last_row)
+        target.forward([SequenceRows.chain(place, first, chunk)], cache, last_row)
 
 
 def random_tree(

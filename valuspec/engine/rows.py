@@ -24,7 +24,7 @@ Int64Array = NDArray[np.int64]
 class SequenceRows:
     """Rows of one sequence.
 
-    sequence:  index of the sequence in the cache
+    sequence:  row of the cache's block tables
     start:     committed tokens, i.e. position of a row without parent
     token_ids: int64 [num_rows]
     parents:   int64 [num_rows], -1 or an earlier row
@@ -78,10 +78,10 @@ class Rows:
 
     token_ids, positions: int64 [padded rows]; padding repeats row 0
     logit_rows:           int64 [padded] rows whose logits are wanted; padding repeats the first
-    groups:               the rows of runs of neighbouring sequences, in order
+    members:              the rows by sequence, in order
     min_width:            every width is padded to a multiple of this
     Of the real rows, in the same order, int64 arrays on the host:
-    sequences:            [num_rows] place in the cache
+    sequences:            [num_rows] row of the cache's block tables
     slots:                [num_rows] where the row's keys and values go
     starts:               [num_rows] leading slots that hold its context in position order
     lengths:              [num_rows] position + 1: the keys it attends to
@@ -92,7 +92,7 @@ class Rows:
     token_ids: torch.Tensor
     positions: torch.Tensor
     logit_rows: torch.Tensor
-    groups: tuple[tuple[SequenceRows, ...], ...]
+    members: tuple[SequenceRows, ...]
     min_width: int
     sequences: Int64Array
     slots: Int64Array
@@ -117,7 +117,7 @@ def padded_width(num_rows: int, min_width: int = 4) -> int:
 
 
 def build_rows(
-    groups: list[list[SequenceRows]],
+    members: list[SequenceRows],
     logit_rows: Int64Array,
     device: torch.device,
     *,
@@ -125,11 +125,10 @@ def build_rows(
 ) -> Rows:
     """Lay out the rows of one forward.
 
-    groups:     per run of neighbouring sequences, their rows in cache order
+    members:    rows by sequence
     logit_rows: rows whose logits are wanted, at least one
     min_width:  pad every width to a multiple of this many rows
     """
-    members = [member for group in groups for member in group]
     geometry = [member.positions_and_near() for member in members]
     token_ids = np.concatenate([m.token_ids for m in members])
     positions = np.concatenate([p for p, _ in geometry])
@@ -151,7 +150,7 @@ def build_rows(
         token_ids=padded(token_ids),
         positions=padded(positions),
         logit_rows=padded(logit_rows),
-        groups=tuple(tuple(group) for group in groups),
+        members=tuple(members),
         min_width=min_width,
         sequences=np.repeat([m.sequence for m in members], counts),
         slots=slots,

@@ -5,7 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
+
 from valuspec.drafting.drafter import DraftSession
+from valuspec.engine.block_pool import Key, next_key, root_key
+from valuspec.engine.kv_cache import BLOCK, Int64Array
 from valuspec.engine.text import TextStream
 from valuspec.engine.types import FinishReason, GenerationRequest, RequestStats, StepOutput
 from valuspec.thresholds import ThresholdSet
@@ -15,10 +19,11 @@ from valuspec.tree import DraftTree
 class Sequence:
     """State of a request from `Engine.add` to its last token.
 
-    place:           index in the cache while running
-    computed_prompt: prompt tokens in the cache
-    committed:       tokens in the cache that belong to the sequence
-    pending:         last output token; its keys and values are not in the cache yet
+    place:     row of the cache's block tables while running
+    blocks:    its blocks of the cache, in position order
+    keys:      keys of the full blocks of all its tokens, in position order
+    committed: tokens in the cache that belong to the sequence
+    pending:   last output token; its keys and values are not in the cache yet
     """
 
     def __init__(self, request: GenerationRequest, tokenizer: Any) -> None:
@@ -27,7 +32,10 @@ class Sequence:
         self.greedy = params.greedy
         self.stats = RequestStats(num_prompt_tokens=len(request.prompt_ids))
         self.place = -1
-        self.computed_prompt = 0
+        self.blocks: list[int] = []
+        self.keys: list[Key] = []
+        self.num_kept = 0
+        """Leading blocks that have been offered for sharing."""
         self.committed = 0
         self.pending = -1
         self.output_ids: list[int] = []
@@ -45,6 +53,25 @@ class Sequence:
     @property
     def remaining_tokens(self) -> int:
         return self.request.params.max_tokens - len(self.output_ids)
+
+    @property
+    def context(self) -> int:
+        """Tokens to have in the cache before the next output token can be decoded."""
+        return len(self.request.prompt_ids) + max(0, len(self.output_ids) - 1)
+
+    def tokens(self, first: int, last: int) -> Int64Array:
+        """Tokens at positions first to last - 1, prompt and output."""
+        prompt = self.request.prompt_ids
+        if last <= len(prompt):
+            return np.array(prompt[first:last], np.int64)
+        return np.array([*prompt, *self.output_ids][first:last], np.int64)
+
+    def extend_keys(self) -> list[Key]:
+        """Keys of the full blocks of the context."""
+        while (end := (len(self.keys) + 1) * BLOCK) <= self.context:
+            key = self.keys[-1] if self.keys else root_key(self.request.namespace)
+            self.keys.append(next_key(key, self.tokens(end - BLOCK, end).tolist()))
+        return self.keys
 
     def admit(self, thresholds: ThresholdSet, eos_token_ids: frozenset[int]) -> None:
         """Begin to run, with this threshold set until the end."""

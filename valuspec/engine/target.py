@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,13 +13,15 @@ from numpy.typing import NDArray
 
 from valuspec.engine.attention import Attention, attention_for
 from valuspec.engine.decoder import Decoder, build_decoder
-from valuspec.engine.kv_cache import KvCache
-from valuspec.engine.rows import NEAR, SequenceRows, build_rows
+from valuspec.engine.kv_cache import ONES, KvCache
+from valuspec.engine.rows import NEAR, Int64Array, SequenceRows, build_rows
 from valuspec.engine.weights import load_model, model_fingerprint, tokenizer_fingerprint
 from valuspec.errors import ModelError, RequestError
 
 ExactMode = Literal["rows", "envelope", "fast"]
 
+#: Share of a device's free memory (of the machine's, on a CPU) that keys and values may take.
+KV_SHARE = 0.4
 #: Longest context the rotary tables and the cache are laid out for, whatever the model allows.
 MAX_MODEL_LEN = 32768
 
@@ -121,30 +124,39 @@ class Target:
             ) from error
         return list(encoded["input_ids"])
 
-    def new_cache(self, num_sequences: int) -> KvCache:
-        """An empty cache with places for `num_sequences` sequences."""
+    def new_cache(self, tables: Int64Array, num_blocks: int | None = None) -> KvCache:
+        """An empty cache of `num_blocks` blocks, of those that `tables` names when absent."""
         return KvCache(
             num_layers=self.num_layers,
-            num_sequences=num_sequences,
+            num_blocks=int(tables.max()) + 1 if num_blocks is None else num_blocks,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
             dtype=self.dtype,
             device=self.device,
+            tables=tables,
         )
+
+    def affordable_tokens(self, wanted: int) -> int:
+        """Tokens a cache may hold: `wanted`, or as many as fit a share of the device's memory."""
+        heads = self.num_layers * self.num_kv_heads
+        per_token = heads * (2 * self.head_size + ONES) * self.dtype.itemsize
+        if self.device.type == "cuda":
+            memory = torch.cuda.mem_get_info(self.device)[0]
+        else:
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return min(wanted, int(memory * KV_SHARE) // per_token)
 
     def forward(
         self,
-        groups: list[list[SequenceRows]],
+        members: list[SequenceRows],
         cache: KvCache,
         logit_rows: NDArray[np.int64] | None = None,
     ) -> torch.Tensor:
         """Logits of all rows, or of `logit_rows`, [num_rows, vocabulary]; see `build_rows`."""
-        count = sum(len(s) for group in groups for s in group)
+        count = sum(len(member) for member in members)
         wanted = np.arange(count) if logit_rows is None else logit_rows
-        if len(wanted) == 0:
-            wanted = np.zeros(1, np.int64)
-        rows = build_rows(groups, wanted, cache.device, min_width=self.min_width)
+        rows = build_rows(members, wanted, cache.device, min_width=self.min_width)
         return self.decoder.forward(rows, self.attention(rows, cache))[: len(wanted)]
 
     def wait(self) -> None:

@@ -29,27 +29,32 @@ Int64Array = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Neighbouring sequences whose attention runs as one batch of equally many (padded) rows.
+    """Sequences whose attention runs as one batch of equally many (padded) rows.
 
-    first, count: the sequences [first, first + count) of the cache
+    count:        how many sequences
     width:        rows per sequence, padding included
-    num_blocks:   key blocks any of them has filled
+    blocks:       int64 [num_blocks, count], the sequences' blocks in position order; a shorter
+                  sequence has any block where it has none
     gather:       int64 [count * width] rows to take, or None when the rows are already so laid out
-    scatter:      int64 [rows of the group] where each row's result lies, or None likewise
+    rows, places: int64 [rows of the group], where its rows are in the forward and in the batch
     positions:    int64 [count, width]
     near_scores:  int64 [count, heads, width, group size, NEAR] offsets into the score buffer
     near_values:  int64 [count * heads * width * NEAR] rows of a layer's value store
     """
 
-    first: int
     count: int
     width: int
-    num_blocks: int
+    blocks: torch.Tensor
     gather: torch.Tensor | None
-    scatter: torch.Tensor | None
+    rows: torch.Tensor
+    places: torch.Tensor
     positions: torch.Tensor
     near_scores: torch.Tensor
     near_values: torch.Tensor
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
 
     def masks(self, window: int | None, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Additive masks: far [blocks, count, 1, width, 1, BLOCK], near [count, 1, width, 1, NEAR].
@@ -74,8 +79,9 @@ class TwoZoneAttention:
     def __init__(self, rows: Rows, cache: KvCache) -> None:
         self.cache = cache
         self._num_rows = rows.num_rows
-        self._key_slots = _to_device(cache.key_offsets(rows.sequences, rows.slots), cache)
-        self._value_slots = _to_device(cache.value_rows(rows.sequences, rows.slots), cache)
+        cells = cache.cells(rows.sequences, rows.slots)
+        self._key_slots = _to_device(cache.key_offsets(cells), cache)
+        self._value_slots = _to_device(cache.value_rows(cells), cache)
         self._groups = _build_groups(rows, cache)
         self._masks: dict[tuple[int, int | None], tuple[torch.Tensor, torch.Tensor]] = {}
         self._scores = [
@@ -100,12 +106,14 @@ class TwoZoneAttention:
         """See `Attention.attend`."""
         n = self._num_rows
         self.cache.write(layer, self._key_slots, self._value_slots, key[:n], value[:n])
-        outputs = []
+        result = query.new_zeros(len(query), query.shape[1] * query.shape[2])
         for index, group in enumerate(self._groups):
             q = query if group.gather is None else query.index_select(0, group.gather)
             out = self._attend_group(index, group, layer, q, window, softcap)
-            outputs.append(out if group.scatter is None else out.index_select(0, group.scatter))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+            if group.gather is None:
+                return out
+            result.index_copy_(0, group.rows, out.index_select(0, group.places))
+        return result
 
     def _attend_group(
         self,
@@ -124,7 +132,7 @@ class TwoZoneAttention:
 
         scores = self._scores[index]
         for block in range(group.num_blocks):
-            keys = cache.key_block(layer, block, group.first, count)
+            keys = cache.key_block(layer, group.blocks[block])
             torch.bmm(q, keys, out=scores[block])
         if softcap is not None:
             scores.div_(softcap).tanh_().mul_(softcap)
@@ -146,7 +154,7 @@ class TwoZoneAttention:
         )
         total = near_out.float().view(count * heads, width * per_head, size + ONES)
         for block in range(group.num_blocks):
-            total += torch.bmm(far[block], cache.value_block(layer, block, group.first, count))
+            total += torch.bmm(far[block], cache.value_block(layer, group.blocks[block]))
         out = (total[..., :size] / total[..., size : size + 1]).to(cache.dtype)
         out = out.view(count, heads, width, per_head, size).transpose(1, 2)
         return out.reshape(count * width, heads * per_head * size)
@@ -162,42 +170,33 @@ class TwoZoneAttention:
 
 
 def _build_groups(rows: Rows, cache: KvCache) -> list[Group]:
-    alone = len(rows.sequences) == len(rows.groups[0][0])
-    padding = len(rows.positions) - rows.num_rows
-    groups, first = [], 0
-    for members in rows.groups:
-        padding_here = padding if members is rows.groups[-1] else 0
-        groups.append(
-            _build_group(rows, members, first, cache, alone=alone, trailing_pad=padding_here)
-        )
-        first += sum(len(m) for m in members)
-    return groups
+    """Sequences of equally many rows, padding included, go together."""
+    by_width: dict[int, list[tuple[int, SequenceRows]]] = {}
+    first = 0
+    for member in rows.members:
+        width = padded_width(len(member), rows.min_width)
+        by_width.setdefault(width, []).append((first, member))
+        first += len(member)
+    return [_build_group(rows, cache, width, members) for width, members in by_width.items()]
 
 
 def _build_group(
-    rows: Rows,
-    members: tuple[SequenceRows, ...],
-    first: int,
-    cache: KvCache,
-    *,
-    alone: bool,
-    trailing_pad: int,
+    rows: Rows, cache: KvCache, width: int, members: list[tuple[int, SequenceRows]]
 ) -> Group:
-    """The group whose rows begin at `first`; a sequence alone keeps the padded layout of `rows`."""
+    """members: first row and rows of each; a sequence alone keeps the padded layout of `rows`."""
     count, heads = len(members), cache.num_kv_heads
-    width = padded_width(max(len(m) for m in members), rows.min_width)
     # Padding repeats the sequence's first row: finite, in range, and never read.
     source = np.empty((count, width), np.int64)
-    scatter, start = [], first
-    for i, member in enumerate(members):
-        source[i] = start
+    taken, places = [], []
+    for i, (first, member) in enumerate(members):
+        source[i] = first
         source[i, : len(member)] += np.arange(len(member))
-        scatter.append(i * width + np.arange(len(member)))
-        start += len(member)
-    scatter.append(np.zeros(trailing_pad, np.int64))
+        taken.append(first + np.arange(len(member)))
+        places.append(i * width + np.arange(len(member)))
     positions = rows.lengths[source] - 1
     near = np.maximum(rows.near[source], 0)
-    num_blocks = -(-max(m.start + len(m) for m in members) // BLOCK)
+    num_blocks = -(-max(m.start + len(m) for _, m in members) // BLOCK)
+    sequences = np.array([member.sequence for _, member in members])
 
     # Score buffer layout: [blocks, count, heads, width, group size, BLOCK].
     per_head = width * cache.group_size * BLOCK
@@ -206,15 +205,16 @@ def _build_group(
     query_base = np.arange(cache.group_size).reshape(cache.group_size, 1) * BLOCK
     block, within = near[:, None, :, None] // BLOCK, near[:, None, :, None] % BLOCK
     near_scores = block * (count * heads * per_head) + head_base + row_base + query_base + within
-    places = np.array([m.sequence for m in members])[:, None, None, None]
-    near_values = cache.value_row_of(places, np.arange(heads)[None, :, None, None], near[:, None])
+    cells = cache.cells(sequences[:, None, None, None], near[:, None])
+    near_values = cache.value_row_of(np.arange(heads)[None, :, None, None], cells)
+    alone = len(rows.members) == 1
     return Group(
-        first=members[0].sequence,
         count=count,
         width=width,
-        num_blocks=num_blocks,
+        blocks=_to_device(cache.tables[sequences, :num_blocks].T, cache),
         gather=None if alone else _to_device(source.reshape(-1), cache),
-        scatter=None if alone else _to_device(np.concatenate(scatter), cache),
+        rows=_to_device(np.concatenate(taken), cache),
+        places=_to_device(np.concatenate(places), cache),
         positions=_to_device(positions, cache),
         near_scores=_to_device(near_scores, cache),
         near_values=_to_device(near_values.reshape(-1), cache),

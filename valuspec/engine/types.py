@@ -68,6 +68,8 @@ class RequestStats:
     """Counters of one request. Times are seconds; `num_accepted_tokens` excludes bonus tokens."""
 
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens whose keys and values an earlier request had left in the cache."""
     num_output_tokens: int = 0
     num_steps: int = 0
     """Target forwards after prefill; each yields its accepted tokens and one bonus token."""

@@ -1,0 +1,154 @@
+"""Blocks that run out, are shared or are given back change nothing that a client can see."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.adversary import hidden_truth, random_trees
+from tests.support import engines
+from tests.support.engines import Result, engine_of, request, run, scripted
+from tests.support.tiny_models import tiny_target
+from valuspec.engine.kv_cache import BLOCK
+from valuspec.engine.scheduler import MIXED_ROWS
+from valuspec.engine.target import Target
+from valuspec.engine.types import GenerationRequest
+from valuspec.errors import RequestError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+OUTPUT: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target("llama")
+
+
+def plain(target: Target, r: GenerationRequest) -> Result:
+    engine = engine_of(target, max_batch_size=1, reuse_prefixes=False)
+    return run(engine, [r])[r.request_id]
+
+
+def cached(result: Result) -> int:
+    assert result.stats is not None
+    return result.stats.num_cached_tokens
+
+
+def test_prompts_that_begin_alike_are_computed_once(target: Target) -> None:
+    """Another question over the same schema, the same prompt again, and the next turn of a chat."""
+    schema = engines.random_prompt(1, 2 * BLOCK)
+    first = request("first", (*schema, 3, 4, 5), **OUTPUT)
+    engine = engine_of(target, max_batch_size=1)
+    answer = run(engine, [first])["first"]
+    follow_up = (*first.prompt_ids, *answer.token_ids, *engines.random_prompt(2, BLOCK))
+    for name, prompt, expected in [
+        ("other question", (*schema, 9, 9), 2 * BLOCK),
+        ("the prompt again", first.prompt_ids, 2 * BLOCK),
+        ("the schema alone", schema, BLOCK),  # its last token's logits are wanted
+        ("next turn", follow_up, 2 * BLOCK),
+        ("next turn again", follow_up, 3 * BLOCK),
+        ("another beginning", (7, *schema[1:], 9, 9), 0),
+    ]:
+        r = request(name, prompt, **OUTPUT)
+        result = run(engine, [r])[name]
+        assert cached(result) == expected, name
+        assert result.visible == plain(target, r).visible, name
+
+
+def test_prompts_computed_at_the_same_time_are_shared_afterwards(target: Target) -> None:
+    schema = engines.random_prompt(3, BLOCK)
+    requests = [request(str(i), (*schema, i, i + 1), **OUTPUT) for i in range(6)]
+    engine = engine_of(target, max_batch_size=2)
+    results = run(engine, requests)
+    assert [cached(results[str(i)]) for i in range(6)] == [0, 0] + 4 * [BLOCK]
+    for r in requests:
+        assert results[r.request_id].visible == plain(target, r).visible
+
+
+def test_tenants_share_nothing(target: Target) -> None:
+    prompt = engines.random_prompt(4, 2 * BLOCK + 5)
+    engine = engine_of(target, max_batch_size=1)
+    for name, space, expected in [("a", "A", 0), ("b", "B", 0), ("c", "A", 2 * BLOCK)]:
+        r = replace(request(name, prompt, **OUTPUT), namespace=space)
+        assert cached(run(engine, [r])[name]) == expected
+
+
+def test_a_long_prompt_does_not_stall_a_stream(target: Target) -> None:
+    stream = request("stream", engines.random_prompt(5, 10), max_tokens=40, ignore_eos=True)
+    long = request("long", engines.random_prompt(6, 6 * MIXED_ROWS), **OUTPUT)
+    engine = engine_of(target, max_batch_size=2)
+    engine.add(stream)
+    engine.step()
+    engine.add(long)
+    results = {"stream": Result(), "long": Result()}
+    steps_before_long = 0
+    while engine.has_work:
+        outputs = engine.step()
+        for output in outputs:
+            results[output.request_id].add(output)
+        if not results["long"].token_ids:
+            steps_before_long += 1
+            assert [output.request_id for output in outputs] == ["stream"]
+    assert steps_before_long >= 5
+    assert results["long"].visible == plain(target, long).visible
+
+
+@pytest.mark.parametrize("num_blocks", [4, 7])
+def test_preempted_requests_give_the_same_output(target: Target, num_blocks: int) -> None:
+    """Six streams that outgrow the cache together; the youngest give way, and nothing is lost."""
+    requests = [
+        request(str(i), engines.random_prompt(10 + i, length), max_tokens=100, ignore_eos=True)
+        for i, length in enumerate([20, BLOCK - 20, 60, 5, 50, BLOCK + 10])
+    ]
+    expected = {r.request_id: plain(target, r) for r in requests}
+    futures = {r.prompt_ids: expected[r.request_id].token_ids for r in requests}
+    engine = engine_of(
+        target,
+        scripted(target, futures, hidden_truth, random_trees),
+        max_batch_size=6,
+        kv_tokens=num_blocks * BLOCK,
+    )
+    results = run(engine, requests)
+    assert engine.counters["preemptions"] > 0
+    assert engine.pool.num_available == engine.pool.num_blocks
+    for r in requests:
+        assert results[r.request_id].visible == expected[r.request_id].visible
+
+
+def test_a_request_that_can_never_fit_is_refused_with_both_numbers(target: Target) -> None:
+    engine = engine_of(target, kv_tokens=2 * BLOCK)
+    with pytest.raises(RequestError, match=f"cache of this server holds {2 * BLOCK}") as refused:
+        engine.add(request("a", engines.random_prompt(1, BLOCK), max_tokens=BLOCK))
+    assert refused.value.code == "context_length_exceeded"
+    engine.add(request("b", engines.random_prompt(1, BLOCK), max_tokens=BLOCK - 70))
+
+
+def test_nothing_leaks_over_a_random_history(target: Target) -> None:
+    """200 requests, many alike, that come, are cancelled, are preempted and end."""
+    rng = np.random.default_rng(0)
+    beginnings = [engines.random_prompt(i, n) for i, n in enumerate([BLOCK, 2 * BLOCK, 30])]
+    engine = engine_of(target, max_batch_size=5, kv_tokens=9 * BLOCK)
+    live: set[str] = set()
+    number = 0
+    while number < 200 or engine.has_work:
+        if number < 200 and engine.num_waiting < 3:
+            tail = rng.integers(0, 200, rng.integers(1, 40)).tolist()
+            prompt = (*beginnings[number % 3], *tail)
+            engine.add(request(str(number), prompt, max_tokens=int(rng.integers(1, 60))))
+            live.add(str(number))
+            number += 1
+        for output in engine.step():
+            if output.finish_reason is not None:
+                live.discard(output.request_id)
+        if live and rng.random() < 0.15:
+            gone = sorted(live)[int(rng.integers(len(live)))]
+            engine.cancel(gone)
+            live.discard(gone)
+        used = {block for sequence in engine._running for block in sequence.blocks}
+        assert engine.pool.num_available == engine.pool.num_blocks - len(used)
+    assert not live
+    assert engine.pool.num_available == engine.pool.num_blocks
+    assert sorted(engine._free_places) == list(range(5))
