@@ -43,6 +43,8 @@ class Engine(SteppableEngine, Protocol):
     def num_running(self) -> int: ...
     @property
     def num_waiting(self) -> int: ...
+    @property
+    def kv_usage(self) -> float: ...
     def validate(self, request: GenerationRequest) -> None: ...
 
 
@@ -61,7 +63,11 @@ def load_engine(args: AppArgs) -> tuple[Target, Engine]:
     target = ValuSpecTarget.load(args.model, dtype=args.dtype, device=args.device, exact=args.exact)
     thresholds = ThresholdSet.starting(target.model_fingerprint)
     engine = ValuSpecEngine(
-        target, drafter=Drafter(), thresholds=thresholds, max_batch_size=args.max_batch_size
+        target,
+        drafter=Drafter(),
+        thresholds=thresholds,
+        max_batch_size=args.max_batch_size,
+        kv_tokens=args.kv_cache_tokens,
     )
     _warm_up(engine)
     engine.live_costs = live_costs(target, args.max_batch_size)

@@ -32,6 +32,9 @@ class AppArgs(BaseModel):
     """Threads of one target replica; every core the process may use when absent."""
 
     max_batch_size: int = Field(default=8, ge=1, le=256)
+    kv_cache_tokens: int | None = Field(default=None, ge=256)
+    """Tokens of context whose keys and values a replica keeps, for running requests and for
+    prompts that begin like earlier ones; what 40 % of the memory holds when absent."""
     max_waiting: int = Field(default=64, ge=0)
     """Requests a replica queues beyond its batch before it answers 429."""
     max_choices: int = Field(default=64, ge=1)

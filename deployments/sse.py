@@ -82,10 +82,15 @@ class Answer:
     def usage(self) -> JsonObject:
         prompt = sum(self._prompt_tokens.values())
         completion = sum(len(choice.token_ids) for choice in self._choices.values())
+        # Known of choices that have finished; a prompt's choices count once, as its tokens do.
+        first = [c.report for i, c in self._choices.items() if i % self.n == 0 and c.report]
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(report.stats.num_cached_tokens for report in first)
+            },
         }
 
     def usage_chunk(self) -> JsonObject:

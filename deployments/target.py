@@ -158,6 +158,7 @@ class TargetReplica:
         running = min(self._num_unfinished, self._args.max_batch_size)
         self._telemetry.gauge("valuspec_num_requests_running", running)
         self._telemetry.gauge("valuspec_num_requests_waiting", self._num_unfinished - running)
+        self._telemetry.gauge("valuspec_kv_cache_usage", self._engine.kv_usage)
 
     def _choices(self, call: GenerateCall) -> list[_Choice]:
         """Tokenise and check every choice before any is admitted. Raises RequestError."""
@@ -296,6 +297,7 @@ class TargetReplica:
             "num_requests_running": self._engine.num_running,
             "num_requests_waiting": self._engine.num_waiting,
             "num_requests_unfinished": self._num_unfinished,
+            "kv_cache_usage": self._engine.kv_usage,
             "totals": self._telemetry.totals() | dict(self._engine.counters),
         }
 

@@ -42,6 +42,8 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "valuspec_write_back": ("Finished answers offered to the store.", ("outcome",)),
     "valuspec_log_rows": ("Finished greedy requests offered to the trajectory log.", ("outcome",)),
     "valuspec_prompt_tokens": ("Prompt tokens.", ()),
+    "valuspec_prefix_cache_hits": ("Prompt tokens found computed by an earlier request.", ()),
+    "valuspec_num_preemptions": ("Requests that gave their place in the cache back.", ()),
     "valuspec_generation_tokens": ("Generated tokens.", ()),
     "valuspec_request_success": ("Finished choices.", ("finished_reason",)),
     "valuspec_requests_refused": ("Requests refused before generation.", ("status",)),
@@ -63,6 +65,7 @@ HISTOGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
 GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "valuspec_num_requests_running": ("Requests in the batch.", ()),
     "valuspec_num_requests_waiting": ("Requests waiting for the batch.", ()),
+    "valuspec_kv_cache_usage": ("Share of the cache that running requests use.", ()),
     "valuspec_exact": ("1 if output identity was proved by the start-up probe.", ()),
     "valuspec_threshold_version": ("1 for the version in use.", ("version",)),
 }
@@ -116,6 +119,8 @@ class Telemetry:
         stats = report.stats
         self.count("valuspec_request_success", finished_reason=finish_reason)
         self.count("valuspec_prompt_tokens", stats.num_prompt_tokens)
+        self.count("valuspec_prefix_cache_hits", stats.num_cached_tokens)
+        self.count("valuspec_num_preemptions", stats.num_preemptions)
         self.count("valuspec_generation_tokens", stats.num_output_tokens)
         self.count("valuspec_spec_decode_num_drafts", stats.num_steps)
         self.count("valuspec_spec_decode_num_draft_tokens", stats.num_draft_tokens)

@@ -45,6 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=defaults.max_batch_size,
         help="requests decoded together (%(default)s)",
     )
+    parser.add_argument(
+        "--kv-cache-tokens",
+        type=int,
+        help="tokens of context kept in memory (as many as 40 %% of it hold)",
+    )
     parser.add_argument("--num-threads", type=int, help="CPU threads of the model (all cores)")
     parser.add_argument("--threshold-file", help="threshold set to use, whatever is published")
     parser.add_argument(
@@ -78,6 +83,7 @@ def run(options: argparse.Namespace) -> int:
             device=options.device,
             exact=not options.fast,
             max_batch_size=options.max_batch_size,
+            kv_cache_tokens=options.kv_cache_tokens,
             num_threads=options.num_threads,
             threshold_file=options.threshold_file,
             retrieval=not options.no_retrieval,

@@ -63,7 +63,12 @@ def test_completion(client) -> None:
     body = complete(client, model="fake").json()
     assert body["choices"][0]["text"] == "abcab"
     assert body["choices"][0]["finish_reason"] == "length"
-    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+    assert body["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 5,
+        "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert body["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] == 2
     assert body["metrics"]["valuspec"]["retrieval_outcome"] == "off"
 

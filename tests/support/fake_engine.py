@@ -78,6 +78,10 @@ class FakeEngine:
         return min(len(self._running), self.max_batch_size)
 
     @property
+    def kv_usage(self) -> float:
+        return 0.0
+
+    @property
     def num_waiting(self) -> int:
         return len(self._running) - self.num_running
 

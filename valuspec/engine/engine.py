@@ -159,6 +159,11 @@ class Engine:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def kv_usage(self) -> float:
+        """Share of the cache in use, 0 to 1; what is only kept for reuse is not."""
+        return 1 - self.pool.num_available / self.pool.num_blocks
+
     def _find(self, request_id: str) -> Sequence | None:
         everyone = itertools.chain(self._running, self._waiting)
         return next((s for s in everyone if s.request.request_id == request_id), None)
@@ -249,7 +254,7 @@ class Engine:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Make room: the sequence computes its context anew when there is room again."""
-        self.counters["preemptions"] += 1
+        sequence.stats.num_preemptions += 1
         self._leave(sequence)
         self._waiting.appendleft(sequence)
 

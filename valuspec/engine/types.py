@@ -70,6 +70,8 @@ class RequestStats:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens whose keys and values an earlier request had left in the cache."""
+    num_preemptions: int = 0
+    """How often the request gave its place in the cache back and computed its context anew."""
     num_output_tokens: int = 0
     num_steps: int = 0
     """Target forwards after prefill; each yields its accepted tokens and one bonus token."""
