@@ -68,6 +68,8 @@ async def recalibrate(settings: Settings, store: ThresholdStore | None, pool: Wo
     except NotEnoughDataError as error:
         outcome, verdict = "not enough data", f"Nothing published: {error}."
     except PublishRefusedError as error:
+        if error.reason == "conflict":  # one version, two contents: no rival run does that
+            raise
         outcome, verdict = "overtaken", f"Nothing published: {error}."
     except StoreError as error:
         outcome, verdict = "store failed", f"The store failed: {error}"

@@ -27,7 +27,7 @@ from jobs.recalibration import LEASE_S, Settings, recalibrate
 from jobs.report import Report
 from jobs.workers import InProcess
 from retrieval.embedded import EmbeddedValkey
-from retrieval.threshold_store import Pointer, ThresholdStore
+from retrieval.threshold_store import Pointer, PublishRefusedError, ThresholdStore
 from tests.support.answer_logs import write_log
 from tests.support.publishing import FaultyDocuments
 from tests.support.threshold_sets import set_like_shipped
@@ -177,6 +177,19 @@ def test_a_set_in_use_that_this_build_refuses_is_replaced(site: Site, text: str)
         return (await site.run()).outcome
 
     assert asyncio.run(story()) == "published"
+
+
+@pytest.mark.usefixtures("fast")
+def test_another_content_under_the_new_version_is_a_loud_failure(site: Site) -> None:
+    async def story() -> None:
+        made = (await site.run(dry_run=True)).facts["new thresholds"]
+        await site.store.put(MODEL, made, "tampered with")
+        await site.run()
+
+    with pytest.raises(PublishRefusedError, match="conflict"):
+        asyncio.run(story())
+    assert asyncio.run(site.active()) is None
+    assert asyncio.run(site.store.acquire_lease(f"recalibrate:{MODEL}", 1))  # given back
 
 
 # -- two at once, and one paused past its lease ---------------------------------------------------
