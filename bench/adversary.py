@@ -21,7 +21,7 @@ def random_trees(
     rng: np.random.Generator, future: Sequence[int], vocab: int, nodes: int, depth: int
 ) -> DraftTree:
     """Random tokens in a random shape."""
-    return _grown(rng, [], [], int(rng.integers(0, nodes + 1)), vocab, depth)
+    return _grown(rng, [], [], _size(rng, nodes), vocab, depth)
 
 
 def wrong_trees(
@@ -30,6 +30,7 @@ def wrong_trees(
     """The right continuation under wrong first tokens: every node must be rejected."""
     if not future:
         return DraftTree.empty()
+    nodes = max(_size(rng, nodes), min(nodes, 4))
     first = (future[0] + rng.integers(1, vocab, 4)) % vocab
     tokens, parents = first.tolist(), [-1] * 4
     for level, token in enumerate(future[: depth - 1]):
@@ -56,7 +57,12 @@ def hidden_truth(
         tokens.append(int(token))
         parents.append(last)
         last = len(tokens) - 1
-    return _grown(rng, tokens, parents, int(rng.integers(0, nodes - len(tokens) + 1)), vocab, depth)
+    return _grown(rng, tokens, parents, _size(rng, nodes - len(tokens)), vocab, depth)
+
+
+def _size(rng: np.random.Generator, most: int) -> int:
+    """0 to `most`, small sizes as often as large ones: they are what steps are made of."""
+    return int((most + 1) ** rng.random()) - 1
 
 
 def _grown(
