@@ -163,7 +163,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     lines = "".join(
         "<tr>" + "".join(f"<td>{_text(value)}</td>" for value in row) + "</tr>" for row in rows
     )
-    return f"<table>{head}{lines}</table>"
+    return f"<div class=scroll><table>{head}{lines}</table></div>"
 
 
 def _text(value: Any) -> str:
@@ -199,6 +199,7 @@ figure p{margin:2px 0 8px;color:#5b6675;font-size:13.5px;min-height:40px}
 svg{width:100%;height:auto}
 table{border-collapse:collapse;background:#fff;border-radius:10px;margin:0 0 16px;font-size:14px}
 th,td{padding:6px 14px;text-align:left;border-bottom:1px solid #eef1f5;
-font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
+font-variant-numeric:tabular-nums}
+.scroll{overflow-x:auto}
 th{color:#5b6675;font-weight:500}
 """
