@@ -1,0 +1,141 @@
+"""Two ways to ask for an answer and time its tokens: over HTTP, and an engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import httpx
+
+from deployments.engine_loop import EngineLoop
+from valuspec.engine.engine import Engine
+from valuspec.engine.types import GenerationRequest, SamplingParams, StepOutput
+from valuspec.tree import DraftTree
+
+
+@dataclass(slots=True)
+class Timed:
+    """One answer. Times are seconds; an answer with an `error` counts as failed."""
+
+    token_ids: list[int] = field(default_factory=list)
+    first_token_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    """Between arrivals; tokens that arrive together wait zero for each other."""
+    error: str | None = None
+    _started: float = field(default_factory=time.perf_counter)
+    _last: float = 0.0
+
+    def arrived(self, token_ids: Sequence[int]) -> None:
+        if not token_ids:
+            return
+        now = time.perf_counter()
+        if self.token_ids:
+            self.gaps_s += [now - self._last, *[0.0] * (len(token_ids) - 1)]
+        else:
+            self.first_token_s = now - self._started
+        self._last = now
+        self.token_ids += token_ids
+
+
+class Client(Protocol):
+    async def ask(self, prompt_ids: Sequence[int], *, speculative: bool) -> Timed:
+        """Greedy answer to a prompt; never raises for a failed request."""
+        ...
+
+
+class HttpClient:
+    """A running app. Plain requests go into a cache of their own: nothing of theirs is reused."""
+
+    def __init__(self, url: str, max_tokens: int, api_key: str = "none") -> None:
+        self._max_tokens = max_tokens
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            headers={"authorization": f"Bearer {api_key}"},
+            timeout=httpx.Timeout(600, connect=10),
+            limits=httpx.Limits(max_connections=256),
+        )
+
+    async def ask(self, prompt_ids: Sequence[int], *, speculative: bool) -> Timed:
+        body = {
+            "prompt": list(prompt_ids),
+            "max_tokens": self._max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "return_token_ids": True,
+            "speculative": {"enabled": speculative},
+        }
+        if not speculative:
+            body["cache_salt"] = "plain"
+        answer = Timed()
+        try:
+            async with self._http.stream("POST", "/v1/completions", json=body) as response:
+                if response.status_code != 200:
+                    answer.error = f"status {response.status_code}"
+                    return answer
+                async for line in response.aiter_lines():
+                    if line == "data: [DONE]":
+                        return answer
+                    if line.startswith("data: "):
+                        event = json.loads(line.removeprefix("data: "))
+                        if "error" in event:
+                            answer.error = event["error"]["message"]
+                            return answer
+                        for choice in event["choices"]:
+                            answer.arrived(choice.get("token_ids") or [])
+            answer.error = "the stream ended without [DONE]"
+        except httpx.HTTPError as error:
+            answer.error = repr(error)
+        return answer
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+
+class EngineClient:
+    """An engine on a thread of its own, as a replica runs it; `trees` by prompt."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        max_tokens: int,
+        namespace: str,
+        trees: Mapping[tuple[int, ...], Sequence[DraftTree]],
+    ) -> None:
+        self._loop = EngineLoop(engine)
+        self._max_tokens = max_tokens
+        self._namespace = namespace
+        self._trees = trees
+        self._count = 0
+
+    async def ask(self, prompt_ids: Sequence[int], *, speculative: bool) -> Timed:
+        self._count += 1
+        request = GenerationRequest(
+            request_id=str(self._count),
+            prompt_ids=tuple(prompt_ids),
+            params=SamplingParams(max_tokens=self._max_tokens, speculative=speculative),
+            namespace=self._namespace,
+        )
+        outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
+        event_loop = asyncio.get_running_loop()
+        answer = Timed()
+
+        def deliver(output: StepOutput) -> None:
+            event_loop.call_soon_threadsafe(outputs.put_nowait, output)
+
+        self._loop.submit([request], deliver)
+        if speculative:
+            trees = list(self._trees.get(request.prompt_ids, ()))
+            self._loop.attach_retrieved([request.request_id], trees)
+        while True:
+            output = await outputs.get()
+            answer.arrived(output.token_ids)
+            if output.finish_reason is not None:
+                answer.error = output.error
+                return answer
+
+    async def aclose(self) -> None:
+        await asyncio.to_thread(self._loop.stop)
