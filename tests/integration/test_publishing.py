@@ -17,9 +17,11 @@ import pytest
 from deployments.messages import GenerateCall
 from deployments.publishing import FORGET_AFTER_S, POLL_S, ThresholdDesk
 from deployments.replica_thresholds import ReplicaThresholds
+from deployments.schemas import FilterRequest
 from deployments.settings import AppArgs
 from deployments.speed_watch import SUSPICIOUS_WINDOWS, WINDOW_TOKENS
 from deployments.target import TargetReplica
+from deployments.valuation import Valuation
 from retrieval.documents import Lease
 from retrieval.store import StoreError
 from retrieval.threshold_store import PublishRefusedError, ThresholdStore
@@ -151,6 +153,35 @@ def test_who_no_longer_polls_is_forgotten() -> None:
         assert fleet.desk.replicas("another model") == []
 
     in_virtual_time(scenario)
+
+
+def test_valuation_follows_the_pointer_of_each_model_it_is_asked_about(tmp_path) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        other = set_like_shipped("another-model", "1")
+        for thresholds in (A, other):
+            await publish(fleet.store, thresholds)
+        valuation = Valuation(fleet.handles[0])
+        await valuation.reconfigure({})
+
+        async def version(model: str) -> str:
+            body = FilterRequest(tokens=[5], parents=[-1])
+            return (await valuation.filter(body, model))["threshold_version"]
+
+        for model, published in ((MODEL, A), ("another-model", other)):
+            first = await version(model)
+            assert first == ThresholdSet.starting(model).version, "nobody waits for the store"
+            await asyncio.sleep(0.1)
+            assert await version(model) == published.version
+        await publish(fleet.store, B)
+        await asyncio.sleep(3 * POLL_S)
+        assert await version(MODEL) == B.version
+        file = tmp_path / "set.json"
+        file.write_text(C.to_json())
+        await valuation.reconfigure({"threshold_file": str(file)})
+        assert await version(MODEL) == C.version
+        assert await version("another-model") == other.version, "the file is not of this model"
+
+    in_virtual_time(scenario, num_replicas=1)
 
 
 # -- a store that fails
