@@ -147,7 +147,11 @@ class EitherDrafter(Drafter):
 
 
 def keep_all(
-    candidate: CandidateTree, thresholds: ThresholdSet, batch_size: int, max_nodes: int
-) -> NDArray[np.int32]:
+    candidates: Sequence[CandidateTree],
+    thresholds: Sequence[ThresholdSet],
+    batch_size: int,
+    max_nodes: int,
+) -> list[NDArray[np.int32]]:
     """A filter that filters nothing; parents precede children, so a prefix is a tree."""
-    return np.arange(min(len(candidate), max_nodes), dtype=np.int32)
+    share = max_nodes // batch_size
+    return [np.arange(min(len(c), share), dtype=np.int32) for c in candidates]

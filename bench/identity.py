@@ -42,7 +42,8 @@ from bench.adversary import (
 )
 from bench.recorder import Output, Recorder, RecordingTarget
 from valuspec.drafting.drafter import Drafter
-from valuspec.engine.engine import Engine, Filter, keep_by_value
+from valuspec.engine.engine import Engine
+from valuspec.engine.proposal import Filter, keep_by_value
 from valuspec.engine.target import Target
 from valuspec.engine.types import GenerationRequest, SamplingParams
 from valuspec.errors import RequestError, ValuSpecError

@@ -229,9 +229,9 @@ def _decode(
     output: list[int] = []
     if select is not None:
         chosen: Select = select
-        engine.node_filter = lambda candidate, thresholds, batch_size, most: chosen(
-            candidate, test.output_ids[len(output) :]
-        )
+        engine.node_filter = lambda candidates, thresholds, batch_size, most: [
+            chosen(candidates[0], test.output_ids[len(output) :])
+        ]
     request = GenerationRequest(
         request_id=prompt.request_id,
         prompt_ids=prompt.token_ids,

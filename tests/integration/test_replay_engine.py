@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +11,8 @@ from numpy.typing import NDArray
 
 from tests.support.tiny_models import VOCAB, tiny_target
 from valuspec.drafting.drafter import Drafter
-from valuspec.engine.engine import Engine, keep_by_value
+from valuspec.engine.engine import Engine
+from valuspec.engine.proposal import keep_by_value
 from valuspec.engine.target import Target
 from valuspec.engine.types import GenerationRequest, SamplingParams
 from valuspec.evidence import CandidateTree
@@ -47,11 +49,14 @@ def run_engine(target: Target, thresholds: ThresholdSet, trees: list[DraftTree])
     recorded: list[Recorded] = []
 
     def recording_filter(
-        candidate: CandidateTree, thresholds: ThresholdSet, batch_size: int, max_nodes: int
-    ) -> NDArray[np.int32]:
-        kept = keep_by_value(candidate, thresholds, batch_size, max_nodes)
-        recorded[-1].kept.append(kept.tolist())
-        return kept
+        candidates: Sequence[CandidateTree],
+        thresholds: Sequence[ThresholdSet],
+        batch_size: int,
+        max_nodes: int,
+    ) -> Sequence[NDArray[np.int32]]:
+        parts = keep_by_value(candidates, thresholds, batch_size, max_nodes)
+        recorded[-1].kept += [kept.tolist() for kept in parts]
+        return parts
 
     engine = Engine(
         target,

@@ -11,13 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from bench.adversary import Adversary, ScriptedDrafter, hidden_truth, random_trees, wrong_trees
+from bench.adversary import (
+    Adversary,
+    ScriptedDrafter,
+    hidden_truth,
+    keep_all,
+    random_trees,
+    wrong_trees,
+)
 from tests.support import engines
 from tests.support.engines import Result, engine_of, request, run, scripted
 from tests.support.tiny_models import EOS, VOCAB, tiny_model, tiny_target, wrap
 from valuspec.drafting.drafter import Drafter
-from valuspec.engine.engine import MAX_TREE_NODES, keep_by_value
 from valuspec.engine.kv_cache import BLOCK
+from valuspec.engine.proposal import MAX_TREE_NODES, keep_by_value
 from valuspec.engine.rows import Rows
 from valuspec.engine.target import Target
 from valuspec.engine.two_zone import TwoZoneAttention
@@ -414,16 +421,21 @@ def _raises(*_: Any) -> DraftTree:
     raise RuntimeError("broken draft source")
 
 
-def _drops_parents(*_: Any) -> np.ndarray:
-    return np.array([1], np.int32)
+def _drops_parents(candidates: Sequence[Any], *_: Any) -> list[np.ndarray]:
+    return [np.array([1], np.int32) for _ in candidates]
 
 
-@pytest.mark.parametrize("broken", ["source", "filter"])
+def _fails(*_: Any) -> list[np.ndarray]:
+    raise RuntimeError("broken filter")
+
+
+@pytest.mark.parametrize("broken", ["source", "filter", "failing filter"])
 def test_broken_drafting_costs_only_speed(broken: str, caplog: pytest.LogCaptureFixture) -> None:
     r, expected = case(2, 30)
     adversaries = (_raises, hidden_truth) if broken == "source" else (deepest,)
     drafter = scripted(target(), {r.prompt_ids: expected.token_ids}, *adversaries)
-    options = {"node_filter": _drops_parents} if broken == "filter" else {}
+    filters = {"filter": _drops_parents, "failing filter": _fails}
+    options = {"node_filter": filters[broken]} if broken in filters else {}
     engine = engine_of(target(), drafter, **options)
     with caplog.at_level(logging.CRITICAL):
         result = run(engine, [r])[r.request_id]
@@ -457,8 +469,8 @@ def test_malformed_trees_cost_only_speed(tree: DraftTree) -> None:
     r, expected = case(2, 30)
     mate, mate_expected = case(1, 5)
 
-    def everything(candidate: Any, *_: Any) -> np.ndarray:
-        return np.arange(len(candidate), dtype=np.int32)
+    def everything(candidates: Sequence[Any], *_: Any) -> list[np.ndarray]:
+        return [np.arange(len(candidate), dtype=np.int32) for candidate in candidates]
 
     drafter = scripted(target(), {}, lambda *_: tree)
     engine = engine_of(target(), drafter, max_batch_size=2, node_filter=everything)
@@ -526,18 +538,18 @@ def test_forced_ties_go_to_the_lowest_id(dtype: torch.dtype) -> None:
 
 
 def test_trees_never_exceed_the_limit() -> None:
-    """64 nodes on offer, and `max_nodes` passed on to the filter."""
+    """64 nodes on offer for each request, and `max_nodes` of all passed on to the filter."""
     limits = []
 
-    def spy(candidate: Any, thresholds: Any, batch_size: int, max_nodes: int) -> np.ndarray:
-        limits.append((len(candidate), batch_size, max_nodes))
-        return np.arange(min(len(candidate), max_nodes), dtype=np.int32)
+    def spy(candidates: Any, thresholds: Any, batch_size: int, max_nodes: int) -> Any:
+        limits.extend((len(candidate), batch_size, max_nodes) for candidate in candidates)
+        return keep_all(candidates, thresholds, batch_size, max_nodes)
 
     cases = [case(1, 5), case(2, 30)]
     futures = {r.prompt_ids: result.token_ids for r, result in cases}
     drafter = scripted(target(), futures, widest)
     run(engine_of(target(), drafter, node_filter=spy), [r for r, _ in cases])
-    assert {most for _, _, most in limits} == {MAX_TREE_NODES}
+    assert {most for _, _, most in limits} == {2 * MAX_TREE_NODES}
     assert {offered for offered, _, _ in limits} == {MAX_TREE_NODES}
     assert {batch_size for _, batch_size, _ in limits} == {2}
 
@@ -551,10 +563,9 @@ def test_envelope_runs_one_width_only() -> None:
     drafter = scripted(narrow, futures, widest, deepest, hidden_truth)
     seen = []
 
-    def spy(candidate: Any, thresholds: Any, batch_size: int, max_nodes: int) -> np.ndarray:
-        kept = np.arange(min(len(candidate), max_nodes), dtype=np.int32)
-        seen.append(batch_size * (1 + max_nodes))
-        return kept
+    def spy(candidates: Any, thresholds: Any, batch_size: int, max_nodes: int) -> Any:
+        seen.append(batch_size + max_nodes)
+        return keep_all(candidates, thresholds, batch_size, max_nodes)
 
     widths = set()
     decoder = narrow.decoder

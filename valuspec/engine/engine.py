@@ -8,21 +8,20 @@ is accepted, from the target's own choices.
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import NoReturn
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from valuspec.cost import LiveCosts
-from valuspec.drafting.drafter import Drafter, DraftSession
+from valuspec.drafting.drafter import Drafter
 from valuspec.engine.block_pool import BlockPool, Key
 from valuspec.engine.kv_cache import BLOCK
+from valuspec.engine.proposal import MAX_TREE_NODES, Filter, Proposer, keep_by_value
 from valuspec.engine.rows import SequenceRows
 from valuspec.engine.sampling import greedy_token, sample_token
 from valuspec.engine.scheduler import PREFILL_ROWS, Running, Waiting, schedule
@@ -31,24 +30,8 @@ from valuspec.engine.target import Target
 from valuspec.engine.types import GenerationRequest, StepOutput
 from valuspec.engine.verify import Verdict, verify
 from valuspec.errors import RequestError
-from valuspec.evidence import CandidateTree
 from valuspec.thresholds import ThresholdSet
 from valuspec.tree import DraftTree
-from valuspec.valuation import keep
-
-logger = logging.getLogger(__name__)
-
-#: Largest candidate tree of one sequence.
-MAX_TREE_NODES = 64
-#: Chooses nodes to verify: (candidate, thresholds, batch size, most nodes) -> ascending indices.
-Filter = Callable[[CandidateTree, ThresholdSet, int, int], NDArray[np.int32]]
-
-
-def keep_by_value(
-    candidate: CandidateTree, thresholds: ThresholdSet, batch_size: int, max_nodes: int
-) -> NDArray[np.int32]:
-    """The filter of this project; benches swap in others."""
-    return keep(candidate, thresholds, batch_size=batch_size, max_nodes=max_nodes)
 
 
 class Engine:
@@ -89,6 +72,12 @@ class Engine:
         self._running: list[Sequence] = []  # in order of admission
         # In envelope mode all rows of a forward must fit the one width.
         self._row_limit = target.min_width if target.exact_mode == "envelope" else None
+        self._proposer = Proposer(
+            max_depth=target.max_tree_depth,
+            vocab_size=target.vocab_size,
+            max_rows=self._row_limit,
+            counters=self.counters,
+        )
 
     # ---- requests
 
@@ -275,7 +264,7 @@ class Engine:
         started = time.perf_counter()
         for sequence in decoding:
             self._grow(sequence, sequence.committed)
-        trees = [self._draft(sequence, len(decoding)) for sequence in decoding]
+        trees = self._proposer.rows(decoding, self.node_filter)
         chunks = [_next_chunk(sequence, num_rows) for sequence, num_rows in filling]
         num_tree_rows = sum(map(len, trees))
         ends = num_tree_rows + np.cumsum([len(chunk) for chunk in chunks], dtype=np.int64) - 1
@@ -322,43 +311,6 @@ class Engine:
             )
             outputs.append(sequence.emit(verdict.token_ids))
         return outputs
-
-    def _draft(self, sequence: Sequence, batch_size: int) -> SequenceRows:
-        """Rows to verify: the pending token and the candidate nodes worth their cost."""
-        token_ids, parents = [sequence.pending], [-1]
-        most = MAX_TREE_NODES
-        if self._row_limit is not None:
-            most = min(most, self._row_limit // batch_size - 1)
-        depth = min(self.target.max_tree_depth, sequence.remaining_tokens - 1)
-        if sequence.session is not None and most > 0 and depth > 0:
-            tree = self._kept_tree(sequence, sequence.session, batch_size, most, depth)
-            token_ids += tree.tokens.tolist()
-            parents += (tree.parents + 1).tolist()
-        return SequenceRows(
-            sequence.place, sequence.committed, np.array(token_ids), np.array(parents)
-        )
-
-    def _kept_tree(
-        self, sequence: Sequence, session: DraftSession, batch_size: int, most: int, depth: int
-    ) -> DraftTree:
-        stats = sequence.stats
-        started = time.perf_counter()
-        try:
-            candidate = session.propose(max_nodes=MAX_TREE_NODES, max_depth=depth)
-            drafted = time.perf_counter()
-            kept = self.node_filter(candidate, sequence.thresholds, batch_size, most)
-            tree = candidate.tree.select(kept).validate(
-                vocab_size=self.target.vocab_size, max_nodes=most, max_depth=depth
-            )
-        except Exception:  # drafting may only cost speed; the request goes on without a tree
-            logger.exception("drafting failed for request %s", sequence.request.request_id)
-            self.counters["draft_errors"] += 1
-            return DraftTree.empty()
-        valued = time.perf_counter()
-        stats.draft_s += drafted - started
-        stats.valuation_s += valued - drafted
-        stats.num_offered_nodes += len(candidate)
-        return tree
 
     def _verify(self, sequence: Sequence, rows: SequenceRows, logits: torch.Tensor) -> Verdict:
         ahead = itertools.count()
