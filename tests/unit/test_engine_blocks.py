@@ -17,6 +17,7 @@ from valuspec.engine.scheduler import MIXED_ROWS
 from valuspec.engine.target import Target
 from valuspec.engine.types import GenerationRequest
 from valuspec.errors import RequestError
+from valuspec.tree import DraftTree
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OUTPUT: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
@@ -124,6 +125,22 @@ def test_a_request_that_can_never_fit_is_refused_with_both_numbers(target: Targe
         engine.add(request("a", engines.random_prompt(1, BLOCK), max_tokens=BLOCK))
     assert refused.value.code == "context_length_exceeded"
     engine.add(request("b", engines.random_prompt(1, BLOCK), max_tokens=BLOCK - 70))
+
+
+@pytest.mark.parametrize("length", [BLOCK - 9, BLOCK - 4, BLOCK - 1])
+def test_an_accepted_run_that_ends_early_may_cross_a_block(target: Target, length: int) -> None:
+    """The cache holds more tokens than the output then; only the output's may be shared."""
+    prompt = engines.random_prompt(7, length)
+    future = plain(target, request("a", prompt, **OUTPUT)).token_ids
+    stop = next(i for i in range(1, len(future)) if future[i] not in future[:i])
+    r = request("a", prompt, stop_token_ids=(future[stop],), **OUTPUT)
+    chain = DraftTree.from_lists(future[1:16], list(range(-1, 14)))
+    engine = engine_of(target, scripted(target, {}, engines.fixed(chain)), max_batch_size=1)
+    expected = plain(target, r)
+    for name in ("first", "again"):
+        result = run(engine, [replace(r, request_id=name)])[name]
+        assert result.visible == expected.visible
+    assert result.num_accepted > stop
 
 
 def test_nothing_leaks_over_a_random_history(target: Target) -> None:

@@ -227,7 +227,8 @@ class Engine:
 
     def _offer_blocks(self, sequence: Sequence) -> None:
         """Let others share the blocks that have become full."""
-        full = sequence.committed // BLOCK
+        # An accepted run may have ended early: the cache then holds more than the output.
+        full = min(sequence.committed, sequence.context) // BLOCK
         if self._reuse_prefixes and sequence.num_kept < full:
             keys = sequence.extend_keys()
             for index in range(sequence.num_kept, full):
