@@ -34,8 +34,6 @@ TAU_TOLERANCE = 0.001
 retrieved trees before they travel."""
 MIN_LABELS = 200
 
-Counts = NDArray[np.int64]
-
 
 def calibrate(
     trajectories: Sequence[Trajectory],
@@ -78,14 +76,6 @@ def calibrate(
     return replace(made, buckets=tuple(
         _best_tau(made, index, drafted) for index in range(len(buckets))
     ))  # fmt: skip
-
-
-def count_transfers(
-    trajectories: Sequence[Trajectory], drafter: Drafter, thresholds: ThresholdSet | None = None
-) -> tuple[Counts, Counts]:
-    """(seen, taken) by signature, int64 [NUM_CODES], along the steps decoding would make."""
-    drafted = Drafted(trajectories, drafter)
-    return drafted.transfers(drafted.walk(thresholds))
 
 
 def _price(thresholds: ThresholdSet, index: int, drafted: Drafted) -> BatchBucket:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tests.support.trajectories import COST, markov_answers, stocked
-from valuspec.calibration import calibrate, count_transfers, reliability, score
+from valuspec.calibration import calibrate, reliability, score
 from valuspec.cost import CostStaircase
+from valuspec.drafted import Drafted
 from valuspec.drafting.drafter import Drafter
 from valuspec.errors import ThresholdError
 from valuspec.evidence import signatures
@@ -21,7 +22,8 @@ DEAR = CostStaircase((1, 2), (0.02, 0.2))
 
 def test_transfers_are_counted_by_their_definition() -> None:
     drafter = stocked(HISTORY)
-    seen, taken = count_transfers(CALIBRATION[:3], drafter)
+    drafted = Drafted(CALIBRATION[:3], drafter)
+    seen, taken = drafted.transfers(drafted.walk(None))
     expected_seen: dict[int, int] = {}
     expected_taken: dict[int, int] = {}
     for trajectory in CALIBRATION[:3]:
