@@ -12,11 +12,12 @@ from tests.support.tiny_models import tiny_target
 from valuspec.cost import MIN_FORWARDS, ROWS, CostStaircase
 from valuspec.engine import cost_cache, measure
 from valuspec.engine.cost_cache import live_costs
-from valuspec.engine.measure import MAX_ROWS, measure_costs
+from valuspec.engine.measure import MAX_ROWS, MeasuredCosts, measure_costs
 from valuspec.engine.target import Target
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 COSTS = {1: CostStaircase((1, 2), (0.01, 0.02))}
+MEASURED = MeasuredCosts(COSTS, running_share=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +26,14 @@ def target() -> Target:
 
 
 def test_every_power_of_two_and_the_largest_batch_get_a_staircase(target) -> None:
-    costs = measure_costs(target, 6, budget_s=0.2)
+    costs, running_share = measure_costs(target, 6, budget_s=0.2)
+    assert 0 < running_share <= 1.01
     assert list(costs) == [1, 2, 4, 6]
     assert costs[1].rows == ROWS
     for size, cost in costs.items():
         assert cost.rows[:2] == (1, 2)
         assert cost.rows[-1] * size <= MAX_ROWS
-    assert list(measure_costs(target, 1, budget_s=0)) == [1]
+    assert list(measure_costs(target, 1, budget_s=0).costs) == [1]
 
 
 def test_without_time_larger_batches_are_estimated(target, monkeypatch) -> None:
@@ -43,14 +45,14 @@ def test_without_time_larger_batches_are_estimated(target, monkeypatch) -> None:
         return forward(self, batch_size, num_rows)
 
     monkeypatch.setattr(measure._Batch, "forward", watched)
-    costs = measure_costs(target, 8, budget_s=0)
+    costs = measure_costs(target, 8, budget_s=0).costs
     assert sizes == {1}
     assert costs[8].seconds[:2] == pytest.approx(costs[1].table(16)[[7, 15]])
 
 
 def test_costs_are_measured_once_per_machine(target, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("VALUSPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(cost_cache, "measure_costs", lambda target, size: COSTS)
+    monkeypatch.setattr(cost_cache, "measure_costs", lambda target, size: MEASURED)
     assert live_costs(target, 4).current() == COSTS
     monkeypatch.setattr(cost_cache, "measure_costs", lambda target, size: pytest.fail("again"))
     assert live_costs(target, 4).current() == COSTS
@@ -63,14 +65,14 @@ def test_costs_of_another_model_or_machine_are_refused(
     changed, target, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setenv("VALUSPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(cost_cache, "measure_costs", lambda target, size: COSTS)
+    monkeypatch.setattr(cost_cache, "measure_costs", lambda target, size: MEASURED)
     live_costs(target, 4)
     (kept,) = Path(tmp_path).rglob("*.json")
     content = json.loads(kept.read_text())
     content["of"][changed] = "another"
     kept.write_text(json.dumps(content))
     other = {1: CostStaircase((1, 2), (0.3, 0.4))}
-    monkeypatch.setattr(cost_cache, "measure_costs", lambda target, size: other)
+    monkeypatch.setattr(cost_cache, "measure_costs", lambda target, size: MeasuredCosts(other, 1.0))
     assert live_costs(target, 4).current() == other
     # And a subject of its own has a file of its own.
     described = cost_cache.describe(target)
@@ -83,7 +85,7 @@ def test_what_live_forwards_taught_is_there_at_the_next_start(
     target, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setenv("VALUSPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(cost_cache, "measure_costs", lambda target, size: COSTS)
+    monkeypatch.setattr(cost_cache, "measure_costs", lambda target, size: MEASURED)
     busy = live_costs(target, 4)
     (kept,) = Path(tmp_path).rglob("*.json")
     written = kept.stat().st_mtime_ns
@@ -95,10 +97,23 @@ def test_what_live_forwards_taught_is_there_at_the_next_start(
     assert live_costs(target, 4).current()[1].seconds == pytest.approx((0.005, 0.01))
 
 
+def test_costs_of_a_busy_machine_are_used_but_not_kept(target, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("VALUSPEC_CACHE", str(tmp_path))
+    busy = MeasuredCosts(COSTS, running_share=0.2)
+    monkeypatch.setattr(cost_cache, "measure_costs", lambda target, size: busy)
+    costs = live_costs(target, 4)
+    assert costs.current() == COSTS
+    assert not list(Path(tmp_path).rglob("*.json"))
+    for _ in range(MIN_FORWARDS):
+        costs.add(batch_size=1, num_rows=1, seconds=0.005)
+    costs.close()
+    assert live_costs(target, 4).current()[1].seconds == pytest.approx((0.005, 0.01))
+
+
 @pytest.mark.parametrize("damage", ["", "[]", "{}", '{"of": 1', '{"of": null, "costs": 3}'])
 def test_a_damaged_file_is_measured_again(damage, target, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("VALUSPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(cost_cache, "measure_costs", lambda target, size: COSTS)
+    monkeypatch.setattr(cost_cache, "measure_costs", lambda target, size: MEASURED)
     live_costs(target, 4)
     (kept,) = Path(tmp_path).rglob("*.json")
     kept.write_text(damage)
@@ -111,7 +126,7 @@ def test_a_cache_that_cannot_be_written_costs_only_the_next_start(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("VALUSPEC_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr(cost_cache, "measure_costs", lambda target, size: COSTS)
+    monkeypatch.setattr(cost_cache, "measure_costs", lambda target, size: MEASURED)
     assert live_costs(target, 4).current() == COSTS
 
 

@@ -1,8 +1,8 @@
 """Verify costs of this machine, measured at the first start and kept for the next ones.
 
-What live forwards have taught is kept too: the first start may have met a busy machine. Costs lie
-in the user's cache folder, one file per model, machine, dtype and whatever else the time of a
-forward depends on; a file that does not say exactly that is measured again.
+What is measured on a busy machine is used, but not kept; what live forwards have taught by the end
+is. Costs lie in the user's cache folder, one file per model, machine, dtype and whatever else the
+time of a forward depends on; a file that does not say exactly that is measured again.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from valuspec.engine.weights import cache_dir
 
 logger = logging.getLogger(__name__)
 
+#: A thread that measures alone runs all the time; one that ran less was kept waiting by others.
+_UNDISTURBED = 0.5
+
 
 def live_costs(target: Target, max_batch_size: int) -> LiveCosts:
     """Verify costs of batches up to `max_batch_size`. Takes seconds the first time."""
@@ -35,8 +38,11 @@ def live_costs(target: Target, max_batch_size: int) -> LiveCosts:
     costs = _load(path, subject)
     if costs is None:
         logger.info("measuring the verify cost of batches up to %d", max_batch_size)
-        costs = measure_costs(target, max_batch_size)
-        _save(path, subject, costs)
+        costs, running_share = measure_costs(target, max_batch_size)
+        if running_share >= _UNDISTURBED:
+            _save(path, subject, costs)
+        else:
+            logger.warning("verify costs are of a busy machine, they are not kept")
     return LiveCosts(costs, keep=partial(_save, path, subject))
 
 

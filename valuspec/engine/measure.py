@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,15 +29,24 @@ def measure_cost(target: Target, *, batch_size: int = 1, repeats: int = 5) -> Co
     return CostStaircase.measure(partial(batch.forward, batch_size), _rows(batch_size), repeats)
 
 
+class MeasuredCosts(NamedTuple):
+    """Cost staircases by batch size, and how undisturbed the measuring was."""
+
+    costs: dict[int, CostStaircase]
+    running_share: float
+    """Share of the time in which the measuring thread really ran; far below 1 on a busy machine."""
+
+
 def measure_costs(
     target: Target, max_batch_size: int, *, budget_s: float = BUDGET_S
-) -> dict[int, CostStaircase]:
+) -> MeasuredCosts:
     """Cost staircases by batch size: the powers of two up to `max_batch_size`, and itself.
 
     Batch size 1 is measured whatever it takes. A larger one gets the time that is left, or, when
     none is, an estimate from the one before it.
     """
-    until = time.perf_counter() + budget_s
+    started, started_running = time.perf_counter(), time.thread_time()
+    until = started + budget_s
     sizes = [2**i for i in range(max_batch_size.bit_length()) if 2**i < max_batch_size]
     batch = _Batch(target, max_batch_size)
     costs: dict[int, CostStaircase] = {}
@@ -47,7 +57,8 @@ def measure_costs(
             continue
         costs[size] = CostStaircase.measure(partial(batch.forward, size), _rows(size), until=until)
         measured = size
-    return costs
+    running_s = time.thread_time() - started_running
+    return MeasuredCosts(costs, running_s / (time.perf_counter() - started))
 
 
 def _rows(batch_size: int) -> list[int]:
