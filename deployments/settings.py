@@ -37,6 +37,8 @@ class AppArgs(BaseModel):
     prompts that begin like earlier ones; what 40 % of the memory holds when absent."""
     max_waiting: int = Field(default=64, ge=0)
     """Requests a replica queues beyond its batch before it answers 429."""
+    request_timeout_s: float = Field(default=600, gt=0)
+    """A request that takes longer, waiting included, is given up with status 504."""
     max_choices: int = Field(default=64, ge=1)
     """Greatest prompts times n of one HTTP request."""
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)

@@ -108,7 +108,10 @@ class TargetReplica:
         self._loop.check(stalled_after_s=STALLED_AFTER_S)
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[Reply]:
-        """Stream a call: one Refusal, or the Deltas of all choices. Closing it cancels them."""
+        """Stream a call: one Refusal, or the Deltas of all choices. Closing it cancels them.
+
+        A Refusal comes after Deltas when the request's time is up.
+        """
         started = time.monotonic()
         try:
             choices = await asyncio.to_thread(self._choices, call)
@@ -136,9 +139,21 @@ class TargetReplica:
             lambda output: _put(event_loop, outputs, output),
         )
         lookups = self._start_lookups(choices)
+        deadline = started + self._args.request_timeout_s
         try:
             while unfinished:
-                output = await outputs.get()
+                try:
+                    left_s = deadline - time.monotonic()
+                    output = await asyncio.wait_for(outputs.get(), max(left_s, 0))
+                except TimeoutError:
+                    self._telemetry.count("valuspec_requests_refused", status="504")
+                    yield Refusal(
+                        status=504,
+                        message=f"Not finished within {self._args.request_timeout_s:g} s, waiting "
+                        "included. Lower max_tokens, or try again when there is less to do.",
+                        code="timeout",
+                    )
+                    return
                 choice = unfinished[output.request_id]
                 if output.finish_reason is not None:
                     del unfinished[output.request_id]

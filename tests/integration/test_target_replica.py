@@ -136,3 +136,34 @@ def test_health_follows_the_engine(replica, engine) -> None:
     with pytest.raises(RuntimeError):
         replica.check_health()
     assert asyncio.run(replica.stats())["num_requests_unfinished"] == 0
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_request_whose_time_is_up_is_given_up(engine, steps: int) -> None:
+    """Before its first token and after; its place is free at once."""
+    args = AppArgs(model="fake", request_timeout_s=0.2)
+    replica = TargetReplica(args, None, None, load=lambda _: (engine.target, engine))
+    engine.hold_after_step = steps or None
+    if not steps:
+        engine.gate.clear()
+    call = GenerateCall(
+        request_id="r", tenant="t", params=SamplingParams(), max_tokens=40, prompts=("abc",), n=1
+    )
+
+    async def run() -> list:
+        replies = [reply async for reply in replica.generate(call)]
+        engine.gate.set()
+        await asyncio.to_thread(between_steps, replica)
+        return replies
+
+    try:
+        *deltas, refusal = asyncio.run(run())
+    finally:
+        engine.gate.set()
+        replica._loop.stop()
+    assert len(deltas) == steps
+    assert (refusal.status, refusal.code) == (504, "timeout")
+    assert "0.2 s" in refusal.message
+    assert engine.cancelled == ["r-0"]
+    assert replica._telemetry.totals()["valuspec_requests_refused_504"] == 1
+    assert replica._num_unfinished == 0
