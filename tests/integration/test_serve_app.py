@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -18,6 +19,9 @@ from ray import serve
 from deployments.app import build_app
 from deployments.settings import AppArgs
 from retrieval.embedded import EmbeddedValkey
+from retrieval.threshold_store import ThresholdStore
+from tests.support.publishing import publish
+from tests.support.threshold_sets import set_like_shipped
 
 pytestmark = pytest.mark.ray
 
@@ -191,6 +195,51 @@ def test_openai_client_sees_typed_errors(openai_client) -> None:
 def test_request_id_comes_back_once(client) -> None:
     response = client.get("/v1/models", headers={"x-request-id": "abc-1"})
     assert response.headers.get_list("x-request-id") == ["abc-1"]
+
+
+# -- threshold sets
+
+
+def thresholds(client: httpx.Client) -> dict[str, Any]:
+    return client.get("/v1/valuspec/thresholds").json()
+
+
+def test_a_published_set_reaches_the_replicas_without_restart_or_change_of_bytes(
+    client, valkey
+) -> None:
+    before = chat(client)
+    shown = thresholds(client)
+    assert shown["active"]["origin"] == "shipped"
+    assert shown["store"]["error"] is None
+    made = set_like_shipped(shown["model_fingerprint"], "published")
+
+    async def publish_it() -> None:
+        store = ThresholdStore.at(valkey.url)
+        try:
+            await publish(store, made, reason="for a test")
+        finally:
+            await store.aclose()
+
+    started = client.get("/v1/models").json()["data"][0]["created"]
+    asyncio.run(publish_it())
+    # The valuation deployment follows the same pointer, and reports like a replica.
+    wait_for(
+        "every deployment",
+        lambda: (
+            [r["version"] for r in thresholds(client)["store"]["replicas"]] == [made.version] * 2
+        ),
+    )
+    shown = thresholds(client)
+    assert (shown["active"]["version"], shown["active"]["revision"]) == (made.version, 1)
+    assert shown["store"]["num_versions"] == 1
+    assert shown["events"][-1]["reason"] == "revision 1: for a test"
+    after = chat(client)
+    assert token_ids(after) == token_ids(before)
+    assert after["metrics"]["valuspec"]["threshold_version"] == made.version
+    assert client.get("/v1/models").json()["data"][0]["created"] == started
+    assert client.post("/v1/valuspec/filter", json={"tokens": [5], "parents": [-1]}).json()[
+        "threshold_version"
+    ] == (made.version)
 
 
 # -- clients that go away
