@@ -38,6 +38,7 @@ def build_app(args: AppArgs) -> Application:
         num_replicas=1,  # one writer of the index
         max_ongoing_requests=256,
         ray_actor_options=_NO_CPU,
+        logging_config={"enable_access_log": False},  # every replica polls every few seconds
     )(Retrieval).bind(args)
     valuation = serve.deployment(
         name="Valuation",
