@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from bench import common
-from valuspec.engine.kv_cache import KvCache
+from valuspec.engine.kv_cache import own_blocks
 from valuspec.engine.rows import SequenceRows
 from valuspec.engine.target import Target
 from valuspec.replay import Trajectory
@@ -42,7 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     target = Target.load(args.model, dtype=args.dtype)
-    cache = target.new_cache(1)
     args.out.mkdir(parents=True, exist_ok=True)
     total = 0
     for workload in args.workloads:
@@ -55,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     record = {"id": prompt.request_id, "prompt_ids": answer.prompt_ids.tolist(),
                               "output_ids": answer.output_ids.tolist()}  # fmt: skip
                     if args.top_k:
-                        record["top_ids"] = top_ids(target, cache, answer, args.top_k)
+                        record["top_ids"] = top_ids(target, answer, args.top_k)
                     file.write(json.dumps(record) + "\n")
             total += len(answers)
             print(f"{name}: {len(answers)} answers", flush=True)
@@ -63,17 +62,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def top_ids(target: Target, cache: KvCache, answer: Trajectory, k: int) -> list[list[int]]:
+def top_ids(target: Target, answer: Trajectory, k: int) -> list[list[int]]:
     """The k likeliest tokens at the place of each output token, read off a prefill."""
     inputs = np.concatenate([answer.prompt_ids, answer.output_ids[:-1]])
-    cache.reserve(len(inputs) + 1)
+    cache = target.new_cache(own_blocks(1, len(inputs)))
     first = len(answer.prompt_ids) - 1  # this row yields the first output token
     found: list[list[int]] = []
     for start in range(0, len(inputs), CHUNK):
         chunk = inputs[start : start + CHUNK]
-        rows = np.arange(max(0, min(first - start, len(chunk))), len(chunk))
-        logits = target.forward([[SequenceRows.chain(0, start, chunk)]], cache, rows)
-        found += logits[: len(rows)].topk(k).indices.tolist()[: len(rows)]
+        rows = np.arange(min(max(first - start, 0), len(chunk) - 1), len(chunk))
+        logits = target.forward([SequenceRows.chain(0, start, chunk)], cache, rows)
+        if start + len(chunk) > first:
+            found += logits.topk(k).indices.tolist()
     return found
 
 
