@@ -185,7 +185,7 @@ class ThresholdSet:
             )
         except ThresholdError:
             raise
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ThresholdError(f"not a threshold set: {type(error).__name__}: {error}") from error
         if data.get("version") != loaded.version:
             raise ThresholdError(

@@ -86,8 +86,9 @@ def test_bad_files_are_refused_with_the_reason(active, told, tmp_path) -> None:
 
     write(path, set_like_shipped("another-model", "a"))
     assert "another-model" in refused(active, told, config)
-    path.write_text("{not json")
-    assert refused(active, told, config)
+    for garbage in ("{not json", "[" * 100_000):
+        path.write_text(garbage)
+        assert "not a threshold set" in refused(active, told, config)
     good["buckets"][0]["tau"] = float("nan")
     path.write_text(json.dumps(good))
     assert "NaN" in refused(active, told, config)
