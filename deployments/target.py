@@ -143,8 +143,8 @@ class TargetReplica:
         try:
             while unfinished:
                 try:
-                    left_s = deadline - time.monotonic()
-                    output = await asyncio.wait_for(outputs.get(), max(left_s, 0))
+                    async with asyncio.timeout(deadline - time.monotonic()):
+                        output = await outputs.get()
                 except TimeoutError:
                     self._telemetry.count("valuspec_requests_refused", status="504")
                     yield Refusal(
