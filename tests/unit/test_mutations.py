@@ -33,7 +33,7 @@ from valuspec.engine.engine import Engine
 from valuspec.engine.kv_cache import BLOCK, KvCache
 from valuspec.engine.path_attention import PathAttention
 from valuspec.engine.probe import choose_exact_mode
-from valuspec.engine.row_ops import RmsNorm, Rotary
+from valuspec.engine.row_ops import ResidualStream, Rotary
 from valuspec.engine.rows import SequenceRows
 from valuspec.engine.sequence import Sequence
 from valuspec.engine.two_zone import Group, TwoZoneAttention
@@ -240,8 +240,8 @@ MUTATIONS = [
     # ---- the block
     Mutation("rotation the other way round", Rotary, "rotate",
              "x.roll(x.shape[-1] // 2, -1), sin", "x.roll(x.shape[-1] // 2, -1), -sin", reference),
-    Mutation("a residual forgotten", RmsNorm, "__call__",
-             "x.add_(residual)", "x = x + residual", reference),
+    Mutation("a residual forgotten", ResidualStream, "add",
+             "self._hidden.add_(residual)", "self._hidden.add(residual)", reference),
 ]  # fmt: skip
 
 

@@ -34,7 +34,7 @@ class Attention(Protocol):
         query: [padded rows, heads, head size], already scaled
         key, value: [padded rows, kv heads, head size]
         window: sliding window of this layer; softcap: cap scores by `c * tanh(score / c)`
-        Returns [padded rows, heads * head size]. Called once per layer.
+        Returns [padded rows, heads * head size], valid until the next call. Called once per layer.
         """
         ...
 

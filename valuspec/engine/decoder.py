@@ -15,7 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from valuspec.engine.attention import Attention
 from valuspec.engine.linear import PackedLinear
-from valuspec.engine.row_ops import RmsNorm, Rotary
+from valuspec.engine.row_ops import ResidualStream, RmsNorm, Rotary
 from valuspec.engine.rows import Rows
 from valuspec.errors import ModelError
 
@@ -79,18 +79,20 @@ class LeanDecoder:
         hidden = self.embedding.index_select(0, rows.token_ids)
         angles = self.rotary.at(rows.positions)
         heads, kv_heads, size = self.num_heads, self.num_kv_heads, self.head_size
-        residual = None
-        for index, layer in enumerate(self.layers):
-            x = layer.input_norm(hidden, residual)
+        stream = ResidualStream(hidden)
+        x = stream.norm(self.layers[0].input_norm)
+        # Each layer leaves the norm that the next one reads; the last one that of the head.
+        next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
+        for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
             qkv = layer.qkv(x).view(len(x), heads + 2 * kv_heads, size)
             query, key, value = qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]
             if layer.q_norm is not None and layer.k_norm is not None:
-                query, key = layer.q_norm(query), layer.k_norm(key)
+                query, key = layer.q_norm.of_heads(query), layer.k_norm.of_heads(key)
             query, key = self.rotary.rotate(query, key, angles)
-            residual = layer.output(attention.attend(index, query, key, value, window=layer.window))
-            gate, up = layer.gate_up(layer.post_norm(hidden, residual)).chunk(2, dim=-1)
-            residual = layer.down(functional.silu(gate).mul_(up))
-        x = self.norm(hidden, residual)
+            x = attention.attend(index, query, key, value, window=layer.window)
+            x = stream.add(layer.output(x), layer.post_norm)
+            gate, up = layer.gate_up(x).chunk(2, dim=-1)
+            x = stream.add(layer.down(functional.silu(gate).mul_(up)), next_norm)
         logits: torch.Tensor = self.head(x.index_select(0, rows.logit_rows))
         return logits
 

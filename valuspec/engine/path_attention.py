@@ -56,6 +56,7 @@ class PathAttention:
             for first, last in pairwise(bounds)
         ]
         self._paths: dict[int | None, Paths] = {}
+        self._out: torch.Tensor | None = None
 
     def attend(
         self,
@@ -70,22 +71,23 @@ class PathAttention:
         """See `Attention.attend`."""
         keys, values = self._keys[layer], self._values[layer]
         path_kernels.store(as_numpy(key), as_numpy(value), keys, values, self._cells)
-        # Rows of padding stay zero: finite, and never read.
-        out = torch.zeros(query.shape, dtype=query.dtype)
+        if self._out is None:  # rows of padding stay zero: finite, and never read
+            self._out = torch.zeros(query.shape, dtype=query.dtype)
+            self._out_array = as_numpy(self._out)
         arguments = (
             as_numpy(query),
             keys,
             values,
             *self._through(window),
             float(softcap or 0.0),
-            as_numpy(out),
+            self._out_array,
         )
         others, mine = self._shares[1:], self._shares[0]
         waiting = [_pool().submit(path_kernels.attend, *arguments, *share) for share in others]
         path_kernels.attend(*arguments, *mine)
         for other in waiting:
             other.result()
-        return out.view(len(query), -1)
+        return self._out.view(len(query), -1)
 
     def _through(self, window: int | None) -> Paths:
         """The rows' paths as seen through a sliding window; the same few for all layers."""

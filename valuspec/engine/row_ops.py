@@ -25,31 +25,48 @@ def _compiled_for(x: torch.Tensor) -> bool:
 
 
 class RmsNorm:
-    """y = x / rms(x) * weight for x [num_rows, size] or [num_rows, heads, size]."""
+    """y = x / rms(x) * weight."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self._weight = weight.detach()
-        self._eps = eps
-        self._scale = self._weight.float().numpy() if _compiled_for(weight) else None
+        self.weight = weight.detach()
+        self.eps = eps
+        self.scale = self.weight.float().numpy() if _compiled_for(weight) else None
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """The norm of x, or of x + residual, which then takes the place of x."""
-        if self._scale is None:
-            if residual is not None:
-                x.add_(residual)
-            return functional.rms_norm(x, x.shape[-1:], self._weight, self._eps)
-        if residual is None:
-            y = torch.empty(x.shape, dtype=x.dtype)
-            rows, out = as_numpy(x), as_numpy(y)
-            if x.dim() == 2:
-                _norm(rows[:, None], self._scale, np.float32(self._eps), out[:, None])
-            else:
-                _norm(rows, self._scale, np.float32(self._eps), out)
-            return y
-        y = torch.empty_like(x)
-        arguments = (self._scale, np.float32(self._eps), as_numpy(y))
-        _add_and_norm(as_numpy(x), as_numpy(residual), *arguments)
+    def of_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Norm of each head of x [num_rows, heads, size]."""
+        if self.scale is None:
+            return functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        y = torch.empty(x.shape, dtype=x.dtype)
+        _norm(as_numpy(x), self.scale, np.float32(self.eps), as_numpy(y))
         return y
+
+
+class ResidualStream:
+    """The hidden state [num_rows, size] that layers add to, and its norm, which they read."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self._hidden = hidden
+        self._compiled = _compiled_for(hidden)
+        if self._compiled:
+            # Made once a forward: a step would spend as long on views of tensors as on norms.
+            self._normed = torch.empty_like(hidden)
+            self._bits, self._normed_bits = as_numpy(hidden), as_numpy(self._normed)
+
+    def norm(self, norm: RmsNorm) -> torch.Tensor:
+        """Norm of the hidden state; valid until the next."""
+        if norm.scale is None:
+            return functional.rms_norm(self._hidden, self._hidden.shape[-1:], norm.weight, norm.eps)
+        _norm(self._bits[:, None], norm.scale, np.float32(norm.eps), self._normed_bits[:, None])
+        return self._normed
+
+    def add(self, residual: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+        """Add to the hidden state, and return its norm; valid until the next."""
+        if norm.scale is None:
+            self._hidden.add_(residual)
+            return self.norm(norm)
+        arguments = (norm.scale, np.float32(norm.eps), self._normed_bits)
+        _add_and_norm(self._bits, as_numpy(residual), *arguments)
+        return self._normed
 
 
 class Rotary:
