@@ -111,7 +111,7 @@ async def ask_all(
     return Turn(time.perf_counter() - started, [a for a in answers if a is not None])
 
 
-async def in_process(args: argparse.Namespace) -> dict[int, Level]:
+def in_process(args: argparse.Namespace) -> dict[int, Level]:
     """Every turn with an engine of its own."""
     target = Target.load(args.model, dtype=args.dtype)
     history = common.trajectories(
@@ -145,8 +145,8 @@ async def in_process(args: argparse.Namespace) -> dict[int, Level]:
     for concurrency in args.concurrency:
         level = levels[concurrency] = Level()
         for _ in range(args.turns):
-            level.plain.append(await turn(concurrency, speculative=False))
-            level.speculative.append(await turn(concurrency, speculative=True))
+            level.plain.append(asyncio.run(turn(concurrency, speculative=False)))
+            level.speculative.append(asyncio.run(turn(concurrency, speculative=True)))
     return levels
 
 
@@ -175,7 +175,7 @@ async def over_http(args: argparse.Namespace) -> dict[int, Level]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
-    levels = asyncio.run(in_process(args) if args.url is None else over_http(args))
+    levels = in_process(args) if args.url is None else asyncio.run(over_http(args))
     results = {concurrency: level.to_json() for concurrency, level in levels.items()}
     common.print_table(
         ("clients", "plain tok/s", "spec. tok/s", "ratio", "identical", "failures",
