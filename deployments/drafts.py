@@ -78,7 +78,8 @@ class DraftStore:
             # Handing the unfinished lookup to valuation spares the trees a way through here.
             found = self._lookup.remote(namespace, tuple(prompt_ids), self._k, self._deadline_s)
             pruned = self._prune.remote(found, self._model_fingerprint)
-            drafts: RetrievedDrafts = await asyncio.wait_for(pruned, PATIENCE_S)
+            async with asyncio.timeout(PATIENCE_S):
+                drafts: RetrievedDrafts = await pruned
         except TimeoutError:
             report.outcome = "timeout"
         except Exception as error:  # noqa: BLE001 - whatever fails there, the request goes on
@@ -125,9 +126,6 @@ class DraftStore:
             namespace, prompt_ids, output_ids = await self._pending.get()
             outcome = "error"
             with contextlib.suppress(Exception):
-                outcome = str(
-                    await asyncio.wait_for(
-                        self._write.remote(namespace, prompt_ids, output_ids), PATIENCE_S
-                    )
-                )
+                async with asyncio.timeout(PATIENCE_S):
+                    outcome = str(await self._write.remote(namespace, prompt_ids, output_ids))
             self._telemetry.count("valuspec_write_back", outcome=outcome)

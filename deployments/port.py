@@ -103,7 +103,8 @@ def _accepted(reply: Any) -> Any:
 async def _ready(response: Any) -> Any:
     """Result of a quick call; ApiError 503 when no healthy replica answers in time."""
     try:
-        return await asyncio.wait_for(response, READY_TIMEOUT_S)
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            return await response
     except BackPressureError:
         raise busy() from None
     except (TimeoutError, ray.exceptions.RayError, DeploymentUnavailableError) as error:

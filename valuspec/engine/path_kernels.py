@@ -1,4 +1,9 @@
-"""The compiled loops of `path_attention`, which says what they compute and why it is exact."""
+"""The compiled loops of `path_attention`, which says what they compute and why it is exact.
+
+One file, though a long one: a kernel may call only kernels of its own file (see `valuspec.jit`).
+From the top: what a call is given, numbers, the walk over a row's keys, the products. The order of
+additions in `_soften` and in the products is the promise; everything else may be rearranged.
+"""
 
 from __future__ import annotations
 

@@ -106,6 +106,7 @@ class Rotary:
 
 
 # -- loops over bits of bf16 ----------------------------------------------------------------------
+# `_widen` and `_narrow` stand in `path_kernels` too: kernels call only those of their own file.
 
 
 @kernel
