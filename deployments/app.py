@@ -54,6 +54,10 @@ def build_app(args: AppArgs) -> Application:
         max_ongoing_requests=capacity + 16,
         max_queued_requests=capacity,
         ray_actor_options={"num_cpus": 1, "num_gpus": 1 if args.device == "cuda" else 0},
+        request_router_config={
+            "request_router_class": "deployments.routing:AffinityRouter",
+            "request_router_kwargs": {"places": args.max_batch_size},
+        },
         health_check_period_s=5,
         graceful_shutdown_timeout_s=120,
     )(TargetReplica).bind(args, retrieval if args.retrieval else None, valuation)

@@ -84,7 +84,7 @@ def _add_routes(app: FastAPI, target: TargetPort, args: AppArgs, keys: ApiKeys) 
     ) -> Response:
         card = await known_card(body.model)
         request_id: str = request.state.request_id
-        call = body.call(request_id, tenant)
+        call = body.call(request_id, tenant, request.headers.get("x-session-id"))
         num_choices = max(len(call.prompts), 1) * call.n
         if num_choices > args.max_choices:
             raise ApiError(

@@ -32,6 +32,8 @@ class GenerateCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+    session: str | None = None
+    """Named by the client; requests of one session prefer one replica."""
 class Refusal:
     """Why nothing will be generated, as an HTTP status and the fields of an OpenAI error."""
 

@@ -99,6 +99,8 @@ class GenerationRequestBody(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    user: str | None = Field(default=None, max_length=256)
+    """Requests of one user prefer one replica, where no x-session-id header says more."""
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
     """Narrows the tenant's draft store further: only equal salts share drafts."""
     speculative: Speculative = Speculative()
@@ -180,7 +182,7 @@ class CompletionRequest(GenerationRequestBody):
             case entries:
                 return tuple(e if isinstance(e, str) else tuple(e) for e in entries)  # type: ignore[arg-type]
 
-    def call(self, request_id: str, tenant: str) -> GenerateCall:
+    def call(self, request_id: str, tenant: str, session: str | None = None) -> GenerateCall:
         return GenerateCall(
             request_id=request_id,
             tenant=self.salted(tenant),
@@ -188,6 +190,7 @@ class CompletionRequest(GenerationRequestBody):
             max_tokens=self.max_tokens,
             prompts=self.prompts(),
             n=self.n,
+            session=session or self.user,
         )
 
 
@@ -217,7 +220,7 @@ class ChatCompletionRequest(GenerationRequestBody):
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
 
-    def call(self, request_id: str, tenant: str) -> GenerateCall:
+    def call(self, request_id: str, tenant: str, session: str | None = None) -> GenerateCall:
         return GenerateCall(
             request_id=request_id,
             tenant=self.salted(tenant),
@@ -225,6 +228,7 @@ class ChatCompletionRequest(GenerationRequestBody):
             max_tokens=self.max_completion_tokens or self.max_tokens,
             messages=tuple(message.plain() for message in self.messages),
             n=self.n,
+            session=session or self.user,
         )
 
 

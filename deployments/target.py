@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from ray.serve.handle import DeploymentHandle
 
+from deployments.autoscaling import LOAD_METRIC, load
 from deployments.drafts import DraftStore
 from deployments.engine_loop import EngineLoop
 from deployments.loading import Engine, Target, load_engine
@@ -91,6 +92,7 @@ class TargetReplica:
                 deadline_s=args.retrieval_deadline_s,
             )
         self._num_unfinished = 0
+        self._open_calls: dict[int, dict[str, _Choice]] = {}
         self._loaded_at = int(time.time())
         self._telemetry.gauge("valuspec_exact", float(self._target.exact))
         if not self._target.exact:
@@ -106,6 +108,17 @@ class TargetReplica:
     def check_health(self) -> None:
         """Serve's hook: raise when the engine makes no progress, to be replaced by Serve."""
         self._loop.check(stalled_after_s=STALLED_AFTER_S)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve's hook, called periodically: what `deployments.autoscaling` decides by."""
+        choices = [choice for call in self._open_calls.values() for choice in call.values()]
+        num_tokens = sum(len(c.request.prompt_ids) + len(c.output_ids) for c in choices)
+        max_batch_size, kv_tokens = self._args.max_batch_size, self._engine.kv_tokens
+        return {
+            LOAD_METRIC: load(
+                len(choices), num_tokens, max_batch_size=max_batch_size, kv_tokens=kv_tokens
+            )
+        }
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[Reply]:
         """Stream a call: one Refusal, or the Deltas of all choices. Closing it cancels them.
@@ -134,6 +147,7 @@ class TargetReplica:
         event_loop = asyncio.get_running_loop()
         unfinished = {choice.request.request_id: choice for choice in choices}
         self._count_unfinished(len(choices))
+        self._open_calls[id(unfinished)] = unfinished
         self._loop.submit(
             [choice.request for choice in choices],
             lambda output: _put(event_loop, outputs, output),
@@ -162,6 +176,7 @@ class TargetReplica:
         finally:
             for lookup in lookups:
                 lookup.cancel()
+            del self._open_calls[id(unfinished)]
             self._count_unfinished(-len(unfinished))
             self._loop.cancel(list(unfinished))
             self._telemetry.count(

@@ -50,6 +50,8 @@ class _Running:
 class FakeEngine:
     """Two tokens a step: one accepted draft token and the bonus token."""
 
+    kv_tokens = 512
+
     def __init__(self, target: FakeTarget, max_batch_size: int = 2) -> None:
         self.target = target
         self.thresholds = ThresholdSet.starting(target.model_fingerprint)

@@ -149,6 +149,11 @@ class Engine:
         return len(self._waiting)
 
     @property
+    def kv_tokens(self) -> int:
+        """Tokens whose keys and values the cache holds."""
+        return self.pool.num_blocks * BLOCK
+
+    @property
     def kv_usage(self) -> float:
         """Share of the cache in use, 0 to 1; what is only kept for reuse is not."""
         return 1 - self.pool.num_available / self.pool.num_blocks
