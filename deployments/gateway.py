@@ -18,7 +18,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from deployments import errors
 from deployments.auth import ApiKeys
 from deployments.errors import ApiError
-from deployments.messages import Delta, GenerateCall, ModelCard, Refusal
+from deployments.failover import generate_through_losses
+from deployments.messages import Delta, ModelCard, Refusal, Reply
 from deployments.port import HandlePort, ReplicaLostError, TargetPort
 from deployments.schemas import (
     ChatCompletionRequest,
@@ -85,11 +86,11 @@ def _add_routes(app: FastAPI, target: TargetPort, args: AppArgs, keys: ApiKeys) 
         card = await known_card(body.model)
         request_id: str = request.state.request_id
         call = body.call(request_id, tenant, request.headers.get("x-session-id"))
-        num_choices = max(len(call.prompts), 1) * call.n
-        if num_choices > args.max_choices:
+        if call.num_choices > args.max_choices:
             raise ApiError(
                 400,
-                f"{num_choices} choices asked for (prompts times n); at most {args.max_choices}.",
+                f"{call.num_choices} choices asked for (prompts times n); at most "
+                f"{args.max_choices}.",
                 param="n" if call.n > 1 else "prompt",
             )
         answer = Answer(
@@ -97,15 +98,16 @@ def _add_routes(app: FastAPI, target: TargetPort, args: AppArgs, keys: ApiKeys) 
             request_id=request_id,
             model=card.name,
             n=call.n,
-            num_choices=num_choices,
+            num_choices=call.num_choices,
             return_token_ids=body.return_token_ids,
         )
-        first, rest = await _open(target, call)
+        replies = generate_through_losses(target, call, timeout_s=args.request_timeout_s)
+        first = await _first(replies, request_id)
         if body.stream:
-            events = stream_events(answer, _deltas(first, rest), body)
+            events = stream_events(answer, _deltas(first, replies), body)
             headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
             return StreamingResponse(events, media_type="text/event-stream", headers=headers)
-        async for delta in _deltas(first, rest):
+        async for delta in _deltas(first, replies):
             if delta is not None:
                 answer.add(delta)
         return JSONResponse(answer.response())
@@ -159,41 +161,29 @@ def _add_routes(app: FastAPI, target: TargetPort, args: AppArgs, keys: ApiKeys) 
         return await target.filter(body)
 
 
-async def _open(
-    target: TargetPort, call: GenerateCall
-) -> tuple[Delta, AsyncGenerator[Delta | Refusal]]:
-    """Wait for the first output, so that what fails before it is a plain HTTP error.
-
-    A replica lost before it has answered is replaced once by another, unseen by the client.
-    """
-    for last_attempt in (False, True):
-        replies = target.generate(call)
-        try:
-            match await anext(replies):
-                case Refusal() as refusal:
-                    raise ApiError.of(refusal)
-                case Delta(finish_reason="error"):
-                    raise ApiError(500, f"Generation failed. Request id: {call.request_id}")
-                case delta:
-                    return delta, replies
-        except ReplicaLostError:
-            logger.warning("request %s lost its replica before the first token", call.request_id)
-            if last_attempt:
-                break
-        except BaseException:
-            await replies.aclose()
-            raise
-    raise ApiError(503, "The replica was lost; try again.", retry_after_s=1)
+async def _first(replies: AsyncGenerator[Reply], request_id: str) -> Delta:
+    """Wait for the first output, so that what fails before it is a plain HTTP error."""
+    try:
+        match await anext(replies):
+            case Refusal() as refusal:
+                raise ApiError.of(refusal)
+            case Delta(finish_reason="error"):
+                raise ApiError(500, f"Generation failed. Request id: {request_id}")
+            case delta:
+                return delta
+    except ReplicaLostError:
+        raise ApiError(503, "The replica was lost; try again.", retry_after_s=1) from None
+    except BaseException:
+        await replies.aclose()
+        raise
 
 
-async def _deltas(
-    first: Delta, rest: AsyncGenerator[Delta | Refusal]
-) -> AsyncIterator[Delta | None]:
+async def _deltas(first: Delta, rest: AsyncGenerator[Reply]) -> AsyncIterator[Delta | None]:
     """Yield `first` and the rest; None for each gap of PING_INTERVAL_S; close `rest` at the end.
 
     Raises ApiError when the replica fails in the middle.
     """
-    pending: asyncio.Task[Delta | Refusal] | None = None
+    pending: asyncio.Task[Reply] | None = None
     try:
         yield first
         while True:

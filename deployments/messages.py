@@ -6,6 +6,7 @@ One HTTP request is one `GenerateCall`; the replica answers with a stream that i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from valuspec.engine.types import FinishReason, RequestStats, SamplingParams
@@ -19,7 +20,9 @@ class GenerateCall:
     """`prompts` (text or token ids) or `messages`, each continued `n` times.
 
     Choice j of prompt i has index i * n + j and seed + j. `max_tokens` None means as many as fit.
-    `tenant` comes from the API key and keeps the draft sources of tenants apart.
+    `tenant` comes from the API key and keeps the draft sources of tenants apart. `resumed` is set
+    where the replica goes on with what a lost one began: the tokens sent so far of every choice
+    that has not finished, by index; the others need nothing more.
     """
 
     request_id: str
@@ -29,11 +32,16 @@ class GenerateCall:
     prompts: tuple[str | tuple[int, ...], ...] = ()
     messages: tuple[Message, ...] | None = None
     n: int = 1
+    session: str | None = None
+    """Named by the client; requests of one session prefer one replica."""
+    resumed: Mapping[int, tuple[int, ...]] | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return max(len(self.prompts), 1) * self.n
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-    session: str | None = None
-    """Named by the client; requests of one session prefer one replica."""
 class Refusal:
     """Why nothing will be generated, as an HTTP status and the fields of an OpenAI error."""
 

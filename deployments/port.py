@@ -17,6 +17,9 @@ from deployments.schemas import FilterRequest
 #: How long a route waits for a replica that may be loading before it answers 503.
 READY_TIMEOUT_S = 3.0
 
+#: How a replica's death shows, by what of it was under way.
+_LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError)
+
 
 class ReplicaLostError(Exception):
     """The replica died while it worked on the request."""
@@ -56,7 +59,7 @@ class HandlePort:
                 yield reply
         except BackPressureError:
             raise busy() from None
-        except (ray.exceptions.RayActorError, DeploymentUnavailableError) as error:
+        except (*_LOST, DeploymentUnavailableError) as error:
             raise ReplicaLostError from error
         finally:
             replies.cancel()  # type: ignore[no-untyped-call]

@@ -203,20 +203,25 @@ class TargetReplica:
             call.tenant, self._target.model_fingerprint, self._target.tokenizer_fingerprint
         )
         choices: list[_Choice] = []
-        for prompt_ids in prompts:
+        for number, prompt_ids in enumerate(prompts):
             room = self._target.max_model_len - len(prompt_ids)
             max_tokens = max(room, 1) if call.max_tokens is None else call.max_tokens
             retrieval = RetrievalReport()  # one lookup, shared by the prompt's choices
             for repeat in range(call.n):
+                index = number * call.n + repeat
+                if call.resumed is not None and index not in call.resumed:
+                    continue
+                resumed_ids = call.resumed[index] if call.resumed is not None else ()
                 seed = (call.params.seed + repeat) % 2**63
                 request = GenerationRequest(
-                    request_id=f"{call.request_id}-{len(choices)}",
+                    request_id=f"{call.request_id}-{index}",
                     prompt_ids=tuple(prompt_ids),
                     params=replace(call.params, max_tokens=max_tokens, seed=seed),
                     namespace=space,
+                    resumed_ids=resumed_ids,
                 )
                 self._engine.validate(request)
-                choices.append(_Choice(len(choices), request, retrieval))
+                choices.append(_Choice(index, request, retrieval, list(resumed_ids)))
         return choices
 
     def _encode(self, prompt: str) -> list[int]:
@@ -284,7 +289,8 @@ class TargetReplica:
         request, output_ids = choice.request, tuple(choice.output_ids)
         if self._drafts is not None:
             self._drafts.write_back(request.namespace, request.prompt_ids, output_ids)
-        self._log.add(request, output_ids, finish_reason, stats)
+        if not request.resumed_ids:  # of those, the first steps are unknown
+            self._log.add(request, output_ids, finish_reason, stats)
 
     async def encode(
         self, prompt: str | None, messages: tuple[Message, ...] | None

@@ -98,7 +98,7 @@ class FakeEngine:
             )
 
     def add(self, request: GenerationRequest) -> None:
-        self._running[request.request_id] = _Running(request)
+        self._running[request.request_id] = _Running(request, list(request.resumed_ids))
 
     def attach_retrieved(self, request_id: str, trees: list[DraftTree]) -> None:
         self.attached[request_id] = trees

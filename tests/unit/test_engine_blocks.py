@@ -169,3 +169,42 @@ def test_nothing_leaks_over_a_random_history(target: Target) -> None:
     assert not live
     assert engine.pool.num_available == engine.pool.num_blocks
     assert sorted(engine._free_places) == list(range(5))
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "seeded"])
+def test_a_resumed_request_goes_on_with_the_same_bytes(target: Target, sampled: bool) -> None:
+    """Another engine takes over behind any number of tokens: within a character, in what may
+    become a stop string, on both sides of a block's edge."""
+    params = OUTPUT | ({"temperature": 0.9, "seed": 5, "top_p": 0.95} if sampled else {})
+    prompt = engines.random_prompt(9, 2 * BLOCK - 7)
+    text = plain(target, request("r", prompt, **params)).text
+    r = request("r", prompt, stop=(text[9:11] + "never there",), **params)
+    engine = engine_of(target, max_batch_size=1)
+    engine.add(r)
+    whole, texts = Result(), {0: ""}  # number of tokens -> text settled by then
+    while engine.has_work:
+        for step in engine.step():
+            whole.add(step)
+            texts[len(whole.token_ids)] = whole.text
+    assert whole.visible == plain(target, r).visible
+    drafter = scripted(target, {prompt: whole.token_ids}, hidden_truth, random_trees)
+    engine = engine_of(target, drafter, max_batch_size=1)
+    num_accepted = 0
+    for done in sorted(set(texts) - {len(whole.token_ids)}):
+        resumed = replace(r, resumed_ids=tuple(whole.token_ids[:done]))
+        rest = run(engine, [resumed])["r"]
+        assert whole.token_ids[:done] + rest.token_ids == whole.token_ids
+        assert texts[done] + rest.text == whole.text
+        assert rest.finish_reason == whole.finish_reason
+        assert rest.stats is not None
+        assert rest.stats.num_output_tokens == len(whole.token_ids) - done
+        assert rest.stats.num_cached_tokens <= len(prompt)
+        num_accepted += rest.num_accepted
+    assert num_accepted > 100  # drafts follow what was resumed
+
+
+@pytest.mark.parametrize("resumed", [(1,) * 40, (-1,), (320,)], ids=["all", "negative", "foreign"])
+def test_what_cannot_be_resumed_is_refused(target: Target, resumed: tuple[int, ...]) -> None:
+    engine = engine_of(target, max_batch_size=1)
+    with pytest.raises(RequestError, match="resumed"):
+        engine.add(replace(request("r", (1, 2), **OUTPUT), resumed_ids=resumed))

@@ -90,6 +90,15 @@ class Engine:
             raise RequestError(
                 f"prompt token ids must lie in 0..{self.target.vocab_size - 1}", param="prompt"
             )
+        resumed = request.resumed_ids
+        if len(resumed) >= request.params.max_tokens or any(
+            not 0 <= token_id < self.target.vocab_size for token_id in resumed
+        ):
+            raise RequestError(
+                f"{len(resumed)} tokens cannot be resumed: they must be of the vocabulary and "
+                f"fewer than max_tokens, {request.params.max_tokens}",
+                param="resumed_ids",
+            )
         wanted = len(prompt) + request.params.max_tokens
         if wanted > limit:
             raise RequestError(
@@ -219,10 +228,11 @@ class Engine:
         sequence.committed = len(sequence.blocks) * BLOCK
         self._grow(sequence, sequence.context)
         if sequence.session is None:
-            sequence.stats.num_cached_tokens = sequence.committed
+            sequence.stats.num_cached_tokens = min(sequence.committed, len(request.prompt_ids))
             sequence.admit(self.thresholds, self.target.eos_token_ids)
             if request.params.speculative:
                 sequence.session = self.drafter.start(request.namespace, request.prompt_ids)
+                sequence.session.extend(sequence.output_ids)
                 sequence.session.add_retrieved(sequence.early_trees)
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> None:

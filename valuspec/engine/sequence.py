@@ -37,8 +37,8 @@ class Sequence:
         self.num_kept = 0
         """Leading blocks that have been offered for sharing."""
         self.committed = 0
-        self.pending = -1
-        self.output_ids: list[int] = []
+        self.pending = request.resumed_ids[-1] if request.resumed_ids else -1
+        self.output_ids = list(request.resumed_ids)
         self.session: DraftSession | None = None
         self.early_trees: list[DraftTree] = []
         """Retrieved trees that came before the request was admitted."""
@@ -48,6 +48,9 @@ class Sequence:
         self._text = (
             None if tokenizer is None else TextStream(tokenizer, request.prompt_ids, params.stop)
         )
+        if self._text is not None:
+            for token_id in request.resumed_ids:  # their text has been sent
+                self._text.push(token_id)
         self._added_at = time.perf_counter()
 
     @property
@@ -96,7 +99,7 @@ class Sequence:
             if self.finish_reason is not None:
                 break
         self.pending = taken[-1]
-        self.stats.num_output_tokens = len(self.output_ids)
+        self.stats.num_output_tokens += len(taken)
         if self.finish_reason is not None and self._text is not None:
             text.append(self._text.finish())
         if self.session is not None and self.finish_reason is None:

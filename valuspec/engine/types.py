@@ -61,6 +61,9 @@ class GenerationRequest:
     prompt_ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     namespace: str = "default"
+    resumed_ids: tuple[int, ...] = ()
+    """Output that another engine gave before it was lost; this one goes on behind it, as after a
+    preemption, and gives nothing of it again. It counts towards max_tokens."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,6 +76,7 @@ class RequestStats:
     num_preemptions: int = 0
     """How often the request gave its place in the cache back and computed its context anew."""
     num_output_tokens: int = 0
+    """Without those the request was resumed with."""
     num_steps: int = 0
     """Target forwards after prefill; each yields its accepted tokens and one bonus token."""
     num_offered_nodes: int = 0
