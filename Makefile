@@ -2,6 +2,7 @@
 #
 #   make serve              install into .venv, then serve SmolLM2 on http://127.0.0.1:8000
 #   make test               install into .venv, then run all tests
+#   make histories          10,000 random histories each of scheduler, cache blocks and engine
 #   make lint               formatting, lint and types
 #   make clean              remove .venv and every cache in this folder
 #
@@ -16,12 +17,13 @@ EXTRA ?= cpu
 ARGS ?=
 
 VENV := .venv
+HISTORIES := $(patsubst %,tests/unit/test_%.py,scheduler block_pool engine_histories)
 INSTALLED := $(VENV)/installed-$(EXTRA)
 CHECK := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 PYTHON = $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	if $$python -c '$(CHECK)' >/dev/null 2>&1; then echo $$python; break; fi; done)
 
-.PHONY: serve test lint clean
+.PHONY: serve test histories lint clean
 .DEFAULT_GOAL := test
 
 serve: $(INSTALLED)
@@ -29,6 +31,9 @@ serve: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+histories: $(INSTALLED)
+	VALUSPEC_HISTORIES=10000 $(VENV)/bin/python -m pytest $(HISTORIES)
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.support.histories import num_histories
 from valuspec.engine.block_pool import BlockPool, next_key, root_key
 
 
@@ -112,7 +113,7 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=60, stateful_step_count=40)
+TestHistories.settings = settings(max_examples=num_histories(60), stateful_step_count=40)
 
 
 def test_ten_thousand_steps_leave_nothing_behind() -> None:

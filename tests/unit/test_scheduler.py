@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.histories import num_histories
 from valuspec.engine.scheduler import Plan, Running, Waiting, schedule
 
 BLOCK = 10
@@ -63,7 +64,7 @@ class Request:
         return -(-(self.context + 1) // BLOCK)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=num_histories(400), deadline=None)
 @given(
     shapes=st.lists(
         st.tuples(st.integers(0, 30), st.integers(1, 120), st.integers(1, 30)), max_size=20
