@@ -28,13 +28,15 @@ def valkey_folder() -> Path:
 
 
 def store_url(given: str | None = None) -> str:
-    """URL of the store that a server on this machine uses: `given`, else REDIS_URL, else that of
-    the embedded Valkey, whose socket lies in its folder while it runs.
+    """URL of the store for jobs and commands: `given`, else VALUSPEC_JOBS_REDIS_URL (a user who
+    may publish), else REDIS_URL, which servers use, else that of the embedded Valkey, whose socket
+    lies in its folder while it runs.
 
     Raises NoStoreError where none of them is there.
     """
-    if url := given or os.environ.get("REDIS_URL"):
-        return url
+    for url in (given, os.environ.get("VALUSPEC_JOBS_REDIS_URL"), os.environ.get("REDIS_URL")):
+        if url:
+            return url
     path = valkey_folder() / SOCKET_NAME
     with socket.socket(socket.AF_UNIX) as probe:
         try:

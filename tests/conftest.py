@@ -10,5 +10,10 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 # No test may reach a model hub: what it needs is installed or made on the spot.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Whatever the developer has set must not decide a test.
-for name in ("REDIS_URL", "VALUSPEC_API_KEYS", "VALUSPEC_API_KEYS_FILE"):
+for name in (
+    "REDIS_URL",
+    "VALUSPEC_JOBS_REDIS_URL",
+    "VALUSPEC_API_KEYS",
+    "VALUSPEC_API_KEYS_FILE",
+):
     os.environ.pop(name, None)
