@@ -57,6 +57,7 @@ class DraftStore:
     ) -> None:
         self._lookup = retrieval.options(method_name="lookup")
         self._write = retrieval.options(method_name="write_back")
+        self._recent = retrieval.options(method_name="recent")
         self._prune = valuation.options(method_name="prune")
         self._telemetry = telemetry
         self._model_fingerprint = model_fingerprint
@@ -98,6 +99,18 @@ class DraftStore:
             "valuspec_retrieval_latency_seconds", report.latency_s, outcome=report.outcome
         )
         return trees
+
+    async def recent(self, max_nodes: int) -> list[tuple[str, DraftTree]]:
+        """(namespace, tree) of the newest stored answers, to begin with; none where that fails."""
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                found: list[tuple[str, DraftTree]] = await self._recent.remote(max_nodes)
+        except Exception as error:  # noqa: BLE001 - a replica starts without, only slower
+            logger.warning("no stored answers to begin with: %r", error)
+            return []
+        usable = [(namespace, tree) for namespace, tree in found if self._usable(tree)]
+        self._telemetry.count("valuspec_warmed_answers", len(usable))
+        return usable
 
     def _usable(self, tree: DraftTree) -> bool:
         """Whether the engine may see the tree; only here is the vocabulary known."""

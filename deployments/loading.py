@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from deployments.engine_loop import SteppableEngine
@@ -12,6 +13,7 @@ from deployments.settings import AppArgs
 from valuspec.cost import LiveCosts
 from valuspec.engine.types import GenerationRequest, SamplingParams
 from valuspec.thresholds import ThresholdSet
+from valuspec.tree import DraftTree
 
 
 class Target(Protocol):
@@ -48,6 +50,7 @@ class Engine(SteppableEngine, Protocol):
     @property
     def kv_usage(self) -> float: ...
     def validate(self, request: GenerationRequest) -> None: ...
+    def remember(self, trees: Iterable[tuple[str, DraftTree]]) -> None: ...
 
 
 def load_engine(args: AppArgs) -> tuple[Target, Engine]:

@@ -15,6 +15,7 @@ from deployments.settings import AppArgs
 from retrieval import RetrievalService, Retrieved
 from retrieval.locations import valkey_folder
 from retrieval.threshold_store import ThresholdStore
+from valuspec.tree import DraftTree
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,10 @@ class Retrieval:
     ) -> str:
         """Store a finished greedy answer; return what became of it."""
         return await self._service.write_back(namespace, prompt_ids, output_ids)
+
+    async def recent(self, max_nodes: int) -> list[tuple[str, DraftTree]]:
+        """What a new replica should know: (namespace, tree) of the newest answers."""
+        return await self._service.recent(max_nodes)
 
     async def poll_thresholds(self, report: ReplicaReport) -> Polled:
         """Which threshold set is in force for the reporting replica's model."""

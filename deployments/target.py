@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 #: A step that takes longer means a hung engine; the prefill of a long prompt on a CPU does not.
 STALLED_AFTER_S = 120.0
+#: Nodes of stored trees a replica reads before its first request: half of the shared store.
+WARM_NODES = 1 << 17
 #: A text of more characters per token of context than this is tokenised in part first.
 _CHARS_TO_TRY = 8
 
@@ -91,6 +93,7 @@ class TargetReplica:
                 k=args.retrieval_k,
                 deadline_s=args.retrieval_deadline_s,
             )
+        self._warmed = False
         self._num_unfinished = 0
         self._open_calls: dict[int, dict[str, _Choice]] = {}
         self._loaded_at = int(time.time())
@@ -104,6 +107,11 @@ class TargetReplica:
         self._log.reconfigure(user_config)
         self._thresholds.apply(user_config)
         await self._thresholds.follow()
+        if self._drafts is not None and not self._warmed:
+            # Serve sends requests only once this hook has returned.
+            self._warmed = True
+            recent = await self._drafts.recent(WARM_NODES)
+            self._loop.run(lambda: self._engine.remember(recent))
 
     def check_health(self) -> None:
         """Serve's hook: raise when the engine makes no progress, to be replaced by Serve."""

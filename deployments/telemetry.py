@@ -39,6 +39,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "valuspec_tree_nodes_kept": ("Candidate nodes kept by valuation.", ()),
     "valuspec_retrieval_requests": ("Lookups of draft trees.", ("outcome",)),
     "valuspec_trees_refused": ("Retrieved trees that do not fit the vocabulary.", ()),
+    "valuspec_warmed_answers": ("Stored trees a replica read before its first request.", ()),
     "valuspec_write_back": ("Finished answers offered to the store.", ("outcome",)),
     "valuspec_log_rows": ("Finished greedy requests offered to the trajectory log.", ("outcome",)),
     "valuspec_prompt_tokens": ("Prompt tokens.", ()),

@@ -150,6 +150,19 @@ class RetrievalService:
         """
         return await asyncio.shield(self._start_warming(namespace))
 
+    async def recent(self, max_nodes: int) -> list[tuple[str, DraftTree]]:
+        """(namespace, tree) of the newest trees, each namespace's oldest first, for a new replica.
+
+        Namespaces in use share max_nodes evenly. What cannot be read is left out; raises nothing
+        but CancelledError.
+        """
+        namespaces = list(self._indexes.sizes())
+        found: list[tuple[str, DraftTree]] = []
+        for namespace in namespaces:
+            trees = await self._spawn(self._newest(namespace, max_nodes // len(namespaces)))
+            found += [(namespace, tree) for tree in reversed(trees)]
+        return found
+
     async def aclose(self, timeout_s: float = 1.0) -> None:
         """Let work under way end, at most timeout_s, then release connections and threads."""
         if self._tasks:
@@ -158,6 +171,23 @@ class RetrievalService:
                 task.cancel()
         await self._raw_store.aclose()
         self._workers.shutdown(wait=False, cancel_futures=True)
+
+    async def _newest(self, namespace: str, max_nodes: int) -> list[DraftTree]:
+        """The newest trees first, max_nodes at most in all of them."""
+        trees: list[DraftTree] = []
+        try:
+            ids = await self._store.tree_ids(namespace, max_nodes)
+            for start in range(0, len(ids), WARM_BATCH):
+                batch = ids[start : start + WARM_BATCH]
+                stored = await self._fetch(namespace, batch)
+                for tree in (stored[id_].tree for id_ in batch if id_ in stored):
+                    max_nodes -= len(tree)
+                    if max_nodes < 0:
+                        return trees
+                    trees.append(tree)
+        except StoreError as error:
+            _log.warning("namespace %s is handed out incompletely: %s", namespace, error)
+        return trees
 
     async def _lookup(self, namespace: str, prompt_ids: Sequence[int], k: int) -> Retrieved:
         try:

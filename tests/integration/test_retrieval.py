@@ -19,7 +19,7 @@ from tests.support.retrieving import (
     store_answers,
     tree_key,
 )
-from tests.support.servers import admin
+from tests.support.servers import admin, stopped
 
 
 @pytest.fixture
@@ -42,6 +42,26 @@ def test_finds_the_own_tree_first_and_similar_ones_after_it(valkey: EmbeddedValk
             others = {int(tree.tokens[0]) - 30_000 for tree in found.trees[1:]}
             assert {10, 17, 24} <= others
             assert made.counters()["lookup.hit"] == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_new_replica_is_told_the_newest_answers_of_every_namespace(
+    valkey: EmbeddedValkey,
+) -> None:
+    async def scenario() -> None:
+        async with patient_service(valkey.url) as made:
+            await store_answers(made, range(6))
+            await made.write_back("another", prompt(9), answer(9))
+            length = len(answer(0))
+            recent = await made.recent(2 * 3 * length)
+            mine = [tree.tokens.tolist() for name, tree in recent if name == NS]
+            assert mine == [answer(n) for n in (3, 4, 5)], "half of the nodes, the newest last"
+            assert [name for name, _ in recent if name != NS] == ["another"]
+            everything = await made.recent(1000 * length)
+            assert len(everything) == 7
+            with stopped(valkey):
+                assert await made.recent(1000) == []
 
     asyncio.run(scenario())
 

@@ -22,12 +22,17 @@ class FakeDrafts:
 
     def __init__(self) -> None:
         self.looked_up: list[tuple[int, ...]] = []
+        self.num_warmed = 0
         self.written: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
     async def lookup(self, namespace, prompt_ids, report) -> list[DraftTree]:
         self.looked_up.append(prompt_ids)
         report.outcome = "hit"
         return [TREE]
+
+    async def recent(self, max_nodes) -> list[tuple[str, DraftTree]]:
+        self.num_warmed += 1
+        return [("ns", TREE)]
 
     def write_back(self, namespace, prompt_ids, output_ids) -> None:
         self.written.append((prompt_ids, output_ids))
@@ -70,6 +75,14 @@ def between_steps(replica: TargetReplica) -> None:
     done: queue.SimpleQueue[None] = queue.SimpleQueue()
     replica._loop.run(lambda: done.put(None))
     done.get(timeout=10)
+
+
+def test_stored_answers_are_remembered_once_before_the_first_request(replica, engine) -> None:
+    asyncio.run(replica.reconfigure({}))
+    asyncio.run(replica.reconfigure({}))
+    between_steps(replica)
+    assert engine.remembered == [("ns", TREE)]
+    assert replica._drafts.num_warmed == 1
 
 
 def test_thresholds_are_swapped_between_steps_and_bad_ones_refused(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -68,6 +68,7 @@ class FakeEngine:
         """Prompts (as text) whose requests end with an error after one step."""
         self.attached: dict[str, list[DraftTree]] = {}
         self.cancelled: list[str] = []
+        self.remembered: list[tuple[str, DraftTree]] = []
         self.num_steps = 0
         self._running: dict[str, _Running] = {}
 
@@ -102,6 +103,9 @@ class FakeEngine:
 
     def attach_retrieved(self, request_id: str, trees: list[DraftTree]) -> None:
         self.attached[request_id] = trees
+
+    def remember(self, trees: Iterable[tuple[str, DraftTree]]) -> None:
+        self.remembered += trees
 
     def cancel(self, request_id: str) -> None:
         if self._running.pop(request_id, None) is not None:

@@ -191,6 +191,16 @@ def test_remembered_answers_are_found_from_the_end_of_their_prompt_on() -> None:
     assert set(candidate.evidence.sources.tolist()) == {Source.SHARED}
 
 
+def test_a_stored_tree_is_remembered_like_the_answers_in_it() -> None:
+    drafter = Drafter()
+    drafter.remember_tree(NAMESPACE, DraftTree.from_paths([[60, 61, 62], [60, 61, 63]]))
+    found = drafter.start(NAMESPACE, [70, 60, 61]).propose()
+    assert sorted(paths(found)) == [[62], [63]]
+    assert found.tree.counts.tolist() == [1, 1]
+    assert set(found.evidence.sources.tolist()) == {Source.SHARED}
+    assert len(drafter.start("another", [70, 60, 61]).propose()) == 0
+
+
 def test_the_prompt_of_another_request_is_never_offered() -> None:
     drafter = Drafter()
     drafter.remember(NAMESPACE, [50, 51, 52, 53], [60])

@@ -58,6 +58,13 @@ class Drafter:
         self._shared.append(np.asarray(output_ids, np.int32), 1, owner)
         self._shared.end_document(owner)
 
+    def remember_tree(self, namespace: str, tree: DraftTree) -> None:
+        """Add what was answered to one prompt, as a tree, to the shared store."""
+        owner = self._owner(namespace)
+        for nodes, weights in _documents(tree):
+            self._shared.append(tree.tokens[nodes], weights, owner)
+            self._shared.end_document(owner)
+
     def _owner(self, namespace: str) -> int:
         return self._owners.setdefault(namespace, len(self._owners))
 

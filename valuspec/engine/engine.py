@@ -145,6 +145,11 @@ class Engine:
         else:
             self._leave(sequence)
 
+    def remember(self, trees: Iterable[tuple[str, DraftTree]]) -> None:
+        """Add trees of earlier answers to their namespaces' shared store."""
+        for namespace, tree in trees:
+            self.drafter.remember_tree(namespace, tree)
+
     @property
     def has_work(self) -> bool:
         return bool(self._running or self._waiting)
