@@ -88,10 +88,13 @@ def test_nothing_deserialises_code(package) -> None:
     for path in modules(package):
         assert not BANNED & {name.partition(".")[0] for name in imports(path)}, path
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        called = {ast.unparse(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
-        assert not called & {"torch.load", "eval", "exec"}, path
-        keywords = {k.arg for n in ast.walk(tree) if isinstance(n, ast.Call) for k in n.keywords}
-        assert not keywords & {"allow_pickle", "trust_remote_code"}, path
+        calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+        assert not {ast.unparse(n.func) for n in calls} & {"eval", "exec"}, path
+        for call in calls:
+            keywords = {k.arg: ast.unparse(k.value) for k in call.keywords}
+            assert not keywords.keys() & {"allow_pickle", "trust_remote_code"}, path
+            if ast.unparse(call.func) == "torch.load":
+                assert keywords.get("weights_only") == "True", path
 
 
 @pytest.mark.parametrize(

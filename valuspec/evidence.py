@@ -56,7 +56,10 @@ class Evidence(NamedTuple):
     own_share: FloatArray
     """The same within the request's own text; NaN where it does not go on from u."""
     probability: FloatArray
-    """Draft model's conditional probability of v, or NaN."""
+    """Draft model's conditional probability of v; 0 where it went on from u, but not to v; NaN
+    where it was not asked."""
+    rank: IntArray
+    """Tokens the draft model held likelier than v after u; 0 where it was not asked."""
 
     @classmethod
     def of_tree(cls, tree: DraftTree, match_length: int = 16) -> Evidence:
@@ -74,10 +77,13 @@ class Evidence(NamedTuple):
             share=(tree.counts / total).astype(np.float32),
             own_share=none,
             probability=none,
+            rank=np.zeros(len(tree), np.int32),
         )
 
     @classmethod
-    def of_draft_model(cls, tree: DraftTree, probability: FloatArray) -> Evidence:
+    def of_draft_model(
+        cls, tree: DraftTree, probability: FloatArray, rank: IntArray | None = None
+    ) -> Evidence:
         """Evidence of a tree drafted by a model: `probability` [num_nodes] given the parent."""
         zeros = np.zeros(len(tree), np.int32)
         return cls(
@@ -89,6 +95,7 @@ class Evidence(NamedTuple):
             share=zeros.astype(np.float32),
             own_share=np.full(len(tree), np.nan, np.float32),
             probability=np.asarray(probability, np.float32),
+            rank=zeros if rank is None else np.asarray(rank, np.int32),
         )
 
 
@@ -110,6 +117,8 @@ COUNT_EDGES = np.array([2, 4, 8, 16])
 LENGTH_EDGES = np.array([2, 4, 8, 16])
 DEPTH_EDGES = np.array([2, 3, 5, 9])
 PROBABILITY_EDGES = np.array([0.01, 0.03, 0.07, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95, 0.99])
+RANK_EDGES = np.array([1, 2, 4])
+AGREEMENT_EDGES = np.array([0.001, 0.15, 0.45, 0.75])  # of the share; bucket 0: u never occurred
 
 SHAPE = (
     len(SHARE_EDGES) + 1,
@@ -122,7 +131,13 @@ SHAPE = (
 Depth, sources and whether a longer match disagrees were tried as well and did not foretell
 acceptance better on held-out answers: what they say is in the shares already.
 """
-DRAFT_MODEL_SHAPE = (len(PROBABILITY_EDGES) + 1, len(DEPTH_EDGES) + 1)
+DRAFT_MODEL_SHAPE = (
+    len(PROBABILITY_EDGES) + 1,
+    len(AGREEMENT_EDGES) + 2,
+    len(RANK_EDGES) + 1,
+    len(DEPTH_EDGES) + 1,
+)
+"""Buckets of an edge that a draft model was asked about; occurrences may speak for it as well."""
 NUM_OCCURRENCE_CODES = int(np.prod(SHAPE))
 NUM_CODES = NUM_OCCURRENCE_CODES + int(np.prod(DRAFT_MODEL_SHAPE))
 
@@ -140,7 +155,11 @@ def _signatures(evidence: Evidence, codes: IntArray) -> None:
         probability = evidence.probability[i]
         if not np.isnan(probability):
             code = _bucket(PROBABILITY_EDGES, probability) * DRAFT_MODEL_SHAPE[1]
-            codes[i] = NUM_OCCURRENCE_CODES + code + _bucket(DEPTH_EDGES, evidence.depth[i])
+            if evidence.parent_occurrences[i] > 0:
+                code += 1 + _bucket(AGREEMENT_EDGES, evidence.share[i])
+            code = code * DRAFT_MODEL_SHAPE[2] + _bucket(RANK_EDGES, evidence.rank[i])
+            code = code * DRAFT_MODEL_SHAPE[3] + _bucket(DEPTH_EDGES, evidence.depth[i])
+            codes[i] = NUM_OCCURRENCE_CODES + code
             continue
         code = _bucket(SHARE_EDGES, evidence.share[i])
         code = code * SHAPE[1] + _bucket(OWN_SHARE_EDGES, evidence.own_share[i])

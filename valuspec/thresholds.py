@@ -34,7 +34,8 @@ Counts = NDArray[np.int64]
 def signature_scheme() -> str:
     """Hash of the bucket edges and of what shares weigh: other rates mean something else."""
     edges = [evidence.SHARE_EDGES, evidence.OWN_SHARE_EDGES, evidence.COUNT_EDGES,
-             evidence.LENGTH_EDGES, evidence.DEPTH_EDGES, evidence.PROBABILITY_EDGES]  # fmt: skip
+             evidence.LENGTH_EDGES, evidence.DEPTH_EDGES, evidence.PROBABILITY_EDGES,
+             evidence.RANK_EDGES, evidence.AGREEMENT_EDGES]  # fmt: skip
     weights = [candidates.MATCH_WEIGHT, candidates.AGREEMENT_WEIGHT]
     text = json.dumps([[e.tolist() for e in [*edges, *weights]], evidence.SHAPE])
     return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -54,6 +54,7 @@ def candidates(draw: st.DrawFn, max_size: int = 64) -> CandidateTree:
         share=rng.random(size).astype(np.float32),
         own_share=np.where(rng.random(size) < 0.5, rng.random(size), np.nan).astype(np.float32),
         probability=np.where(from_model, rng.random(size), np.nan).astype(np.float32),
+        rank=rng.integers(0, 10, size).astype(np.int32),
     )
     return CandidateTree(tree, evidence)
 
@@ -198,6 +199,20 @@ def test_rates_of_draft_model_edges_are_their_own() -> None:
     candidate = CandidateTree(tree, Evidence.of_draft_model(tree, np.array([0.97], np.float32)))
     code = int(signatures(candidate.evidence)[0])
     assert ev.NUM_OCCURRENCE_CODES <= code < ev.NUM_CODES
+
+
+def test_what_occurred_speaks_for_a_draft_models_edge_too() -> None:
+    tree = DraftTree.from_paths([[1]])
+    alone = Evidence.of_draft_model(tree, np.array([0.6], np.float32))
+    once = np.ones(1, np.int32)
+    settings = [
+        alone,
+        alone._replace(parent_occurrences=once),  # the target went on, but never to this token
+        alone._replace(parent_occurrences=once, share=np.array([0.9], np.float32)),
+        alone._replace(rank=np.array([3], np.int32)),
+    ]
+    codes = {int(signatures(evidence)[0]) for evidence in settings}
+    assert len(codes) == len(settings)
 
 
 @settings(max_examples=200, deadline=None)

@@ -89,8 +89,9 @@ class CandidateBuilder:
         tokens, parents, counts, parent_counts, sources, lengths, depths = integers[:, :size]
         share, own_share, none = floats[:, :size]
         evidence = Evidence(
-            sources, lengths, counts, parent_counts, depths, share, own_share, probability=none
-        )
+            sources, lengths, counts, parent_counts, depths, share, own_share, probability=none,
+            rank=np.zeros(size, np.int32),
+        )  # fmt: skip
         return CandidateTree(DraftTree(tokens, parents, counts), evidence)
 
 
