@@ -87,8 +87,9 @@ class LeanDecoder:
             qkv = layer.qkv(x).view(len(x), heads + 2 * kv_heads, size)
             query, key, value = qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]
             if layer.q_norm is not None and layer.k_norm is not None:
-                query, key = layer.q_norm.of_heads(query), layer.k_norm.of_heads(key)
-            query, key = self.rotary.rotate(query, key, angles)
+                layer.q_norm.of_heads(query)
+                layer.k_norm.of_heads(key)
+            self.rotary.rotate(qkv, heads, kv_heads, angles)
             x = attention.attend(index, query, key, value, window=layer.window)
             x = stream.add(layer.output(x), layer.post_norm)
             gate, up = layer.gate_up(x).chunk(2, dim=-1)

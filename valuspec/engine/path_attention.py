@@ -47,9 +47,12 @@ class PathAttention:
         self._keys = as_numpy(cache.keys)
         self._values = as_numpy(cache.values)
         self._cells = cache.cells(rows.sequences, rows.slots)
-        num_threads = int(rows.lengths.sum()) // _KEYS_PER_THREAD
+        # Later rows of a prompt have more keys: each thread gets as many keys, not rows.
+        keys_before = np.cumsum(rows.lengths)
+        num_threads = int(keys_before[-1]) // _KEYS_PER_THREAD
         num_threads = max(1, min(torch.get_num_threads(), num_threads))
-        bounds = np.linspace(0, rows.num_rows, num_threads + 1).astype(int).tolist()
+        shares = keys_before[-1] * np.arange(1, num_threads) // num_threads
+        bounds = [0, *np.searchsorted(keys_before, shares).tolist(), rows.num_rows]
         longest = int(rows.lengths.max())
         self._shares = [
             (*Scratch.allocate(cache.group_size, cache.head_size, BLOCK, longest), first, last)

@@ -32,13 +32,13 @@ class RmsNorm:
         self.eps = eps
         self.scale = self.weight.float().numpy() if _compiled_for(weight) else None
 
-    def of_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Norm of each head of x [num_rows, heads, size]."""
+    def of_heads(self, x: torch.Tensor) -> None:
+        """Replace each head of x [num_rows, heads, size] by its norm."""
         if self.scale is None:
-            return functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
-        y = torch.empty(x.shape, dtype=x.dtype)
-        _norm(as_numpy(x), self.scale, np.float32(self.eps), as_numpy(y))
-        return y
+            x.copy_(functional.rms_norm(x, x.shape[-1:], self.weight, self.eps))
+            return
+        bits = as_numpy(x)
+        _norm(bits, self.scale, np.float32(self.eps), bits)
 
 
 class ResidualStream:
@@ -88,21 +88,20 @@ class Rotary:
     def at(self, positions: torch.Tensor) -> Angles:
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
-    def rotate(
-        self, query: torch.Tensor, key: torch.Tensor, angles: Angles
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate query and key [num_rows, heads, size], perhaps in place; scale the query."""
+    def rotate(self, heads: torch.Tensor, num_queries: int, num_keys: int, angles: Angles) -> None:
+        """Rotate the queries and keys of heads [num_rows, queries + keys + others, size] in place.
+
+        Queries come first and are scaled too.
+        """
         cos, sin = angles
         if self._compiled:
             scaling = np.float32(self._scaling)
-            _rotate(as_numpy(query), as_numpy(key), cos.numpy(), sin.numpy(), scaling)
-            return query, key
-        cos, sin = cos[:, None], sin[:, None]
-
-        def rotated(x: torch.Tensor) -> torch.Tensor:
-            return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
-
-        return rotated(query) * self._scaling, rotated(key)
+            _rotate(as_numpy(heads), num_queries, num_keys, cos.numpy(), sin.numpy(), scaling)
+            return
+        x = heads[:, : num_queries + num_keys]
+        turned = x.roll(x.shape[-1] // 2, -1)
+        torch.addcmul(x * cos[:, None], turned, sin[:, None], out=x)
+        x[:, :num_queries] *= self._scaling
 
 
 # -- loops over bits of bf16 ----------------------------------------------------------------------
@@ -149,12 +148,12 @@ def _norm_row(x: Any, scale: NDArray[np.float32], eps: Any, y: Any) -> None:
 
 
 @kernel
-def _rotate(query: Any, key: Any, cos: Any, sin: Any, scaling: Any) -> None:
-    for row in range(query.shape[0]):
-        for head in range(query.shape[1]):
-            _rotate_head(query[row, head], cos[row], sin[row], scaling)
-        for head in range(key.shape[1]):
-            _rotate_head(key[row, head], cos[row], sin[row], np.float32(1))
+def _rotate(x: Any, num_queries: int, num_keys: int, cos: Any, sin: Any, scaling: Any) -> None:
+    for row in range(x.shape[0]):
+        for head in range(num_queries):
+            _rotate_head(x[row, head], cos[row], sin[row], scaling)
+        for head in range(num_queries, num_queries + num_keys):
+            _rotate_head(x[row, head], cos[row], sin[row], np.float32(1))
 
 
 @kernel
