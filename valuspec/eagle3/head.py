@@ -78,8 +78,7 @@ class DraftHead(nn.Module):
         """Hidden states [num_rows, hidden] after attention gave [num_rows, heads, size]."""
         layer = self.midlayer
         hidden: torch.Tensor = residual + layer.self_attn.o_proj(attended.flatten(1))
-        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        return hidden
+        return torch.add(hidden, layer.mlp(layer.post_attention_layernorm(hidden)))
 
     def logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(logits [num_rows, draft vocabulary], what the next step takes for a feature)."""

@@ -26,12 +26,10 @@ WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 State = dict[str, torch.Tensor]
 
 
-def load_head(
-    folder: Path, *, embedding: torch.Tensor, num_target_layers: int, lm_head: torch.Tensor
-) -> DraftHead:
+def load_head(folder: Path, *, embedding: torch.Tensor, num_target_layers: int) -> DraftHead:
     """Load a head for a target. Raises ModelError naming what was found and what was expected.
 
-    embedding, lm_head: the target's, [vocabulary, hidden]; the head's type follows them
+    embedding: the target's, [vocabulary, hidden]; the head's type follows it
     """
     config = _read_config(folder, num_target_layers)
     vocab_size, hidden_size = embedding.shape
@@ -60,7 +58,6 @@ def load_head(
             )
         embedding = stored.to(embedding.dtype)
     if config.draft_vocab_size == vocab_size:
-        state.setdefault("lm_head.weight", lm_head)
         state["d2t"] = torch.zeros(vocab_size, dtype=torch.int64)
     head = DraftHead(config, embedding)
     _check_shapes(folder, head.state_dict(), state)

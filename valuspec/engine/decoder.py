@@ -73,6 +73,10 @@ class LeanDecoder:
             positions = torch.arange(max_model_len, device=self.embedding.device)[None]
             cos, sin = model.model.rotary_emb(self.embedding[:1], positions)
         self.rotary = Rotary(cos[0], sin[0], attention.scaling)
+        self.feature_layers: tuple[int, ...] = ()
+        """Layers whose inputs a draft head wants to see, ascending."""
+        self.features: torch.Tensor | None = None
+        """Those of the last forward, [padded rows, layers * hidden]."""
 
     @torch.inference_mode()
     def forward(self, rows: Rows, attention: Attention) -> torch.Tensor:
@@ -83,7 +87,10 @@ class LeanDecoder:
         x = stream.norm(self.layers[0].input_norm)
         # Each layer leaves the norm that the next one reads; the last one that of the head.
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
+        seen = []
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
+            if index in self.feature_layers:
+                seen.append(stream.copy())
             qkv = layer.qkv(x).view(len(x), heads + 2 * kv_heads, size)
             query, key, value = qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]
             if layer.q_norm is not None and layer.k_norm is not None:
@@ -94,6 +101,7 @@ class LeanDecoder:
             x = stream.add(layer.output(x), layer.post_norm)
             gate, up = layer.gate_up(x).chunk(2, dim=-1)
             x = stream.add(layer.down(functional.silu(gate).mul_(up)), next_norm)
+        self.features = torch.cat(seen, dim=-1) if seen else None
         logits: torch.Tensor = self.head(x.index_select(0, rows.logit_rows))
         return logits
 

@@ -52,6 +52,10 @@ class ResidualStream:
             self._normed = torch.empty_like(hidden)
             self._bits, self._normed_bits = as_numpy(hidden), as_numpy(self._normed)
 
+    def copy(self) -> torch.Tensor:
+        """The hidden state as it is now."""
+        return self._hidden.clone()
+
     def norm(self, norm: RmsNorm) -> torch.Tensor:
         """Norm of the hidden state; valid until the next."""
         if norm.scale is None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from valuspec.eagle3.head import DraftHead
+from valuspec.eagle3.loading import load_head
 from valuspec.engine.attention import Attention, attention_for
-from valuspec.engine.decoder import Decoder, build_decoder
+from valuspec.engine.decoder import Decoder, LeanDecoder, build_decoder
 from valuspec.engine.kv_cache import ONES, KvCache
 from valuspec.engine.rows import NEAR, Int64Array, SequenceRows, build_rows
 from valuspec.engine.weights import load_model, model_fingerprint, tokenizer_fingerprint
@@ -158,6 +161,28 @@ class Target:
         wanted = np.arange(count) if logit_rows is None else logit_rows
         rows = build_rows(members, wanted, cache.device, min_width=self.min_width)
         return self.decoder.forward(rows, self.attention(rows, cache))[: len(wanted)]
+
+    def show_features(self, layer_ids: tuple[int, ...]) -> None:
+        """From now on keep what these layers read in `features`; ids as in `HeadConfig`."""
+        self._lean().feature_layers = layer_ids
+
+    @property
+    def features(self) -> torch.Tensor | None:
+        """Of the last forward's rows, [at least num_rows, layers * hidden]; None unless shown."""
+        return self._lean().features
+
+    def load_head(self, folder: Path) -> DraftHead:
+        """Load an EAGLE-3 head for this target. Raises ModelError naming what does not fit."""
+        return load_head(
+            folder, embedding=self._lean().embedding, num_target_layers=self.num_layers
+        )
+
+    def _lean(self) -> LeanDecoder:
+        if not isinstance(self.decoder, LeanDecoder):
+            raise ModelError(
+                "EAGLE-3 heads need a target of the Llama, Mistral, Qwen2 or Qwen3 architecture"
+            )
+        return self.decoder
 
     def wait(self) -> None:
         """Return once the device has done everything it was given."""
