@@ -12,18 +12,20 @@ and the logits each output token was chosen from must have the same bits:
     wrong    the right continuation under wrong first tokens: everything must be rejected
     mixed    one engine of 8 places; requests of all these kinds and plain ones join at random,
              as another batch size from 1 to 8 is drawn
+    crowded  the same with a cache too small for them: the youngest are preempted again and again
 
-A line of FILE is {"turns": [...]}, {"messages": [...]} or {"prompt": "..."}; "id" is optional.
+In the last two, prompts are computed in chunks while others decode.
+
+A line of FILE is {"turns": [...]}, {"messages": [...]} or {"prompt": "..."}.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +42,13 @@ from bench.adversary import (
     random_trees,
     wrong_trees,
 )
-from bench.recorder import Output, Recorder, RecordingTarget
+from bench.recorder import Recorder, RecordingTarget
+from bench.request_files import read_prompts
+from bench.tally import Tally
 from valuspec.drafting.drafter import Drafter
 from valuspec.engine.engine import Engine
-from valuspec.engine.proposal import Filter, keep_by_value
+from valuspec.engine.kv_cache import BLOCK
+from valuspec.engine.proposal import MAX_TREE_NODES, Filter, keep_by_value
 from valuspec.engine.target import Target
 from valuspec.engine.types import GenerationRequest, SamplingParams
 from valuspec.errors import RequestError, ValuSpecError
@@ -51,62 +56,10 @@ from valuspec.thresholds import ThresholdSet
 from valuspec.tree import DraftTree
 
 MAX_BATCH_SIZE = 8
+#: Of a crowded cache, beyond what one request needs.
+SPARE_BLOCKS = 4
 ROUND = " again "
 """Separates a prompt's id from the number of times it was asked before."""
-
-
-@dataclass(slots=True)
-class Tally:
-    """Agreement of one mode with plain decoding."""
-
-    requests: int = 0
-    identical: int = 0
-    tokens: int = 0
-    logit_rows_checked: int = 0
-    logit_rows_equal: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    batch_sizes: set[int] = field(default_factory=set)
-    differing: list[str] = field(default_factory=list)
-
-    @property
-    def exact(self) -> bool:
-        return (
-            self.requests > 0
-            and self.identical == self.requests
-            and self.logit_rows_equal == self.logit_rows_checked
-        )
-
-    def compare(self, request_id: str, plain: Output, speculative: Output) -> None:
-        """Rows of logits are compared as far as their contexts agree."""
-        self.requests += 1
-        self.tokens += len(speculative.token_ids)
-        same = (plain.token_ids, plain.text, plain.finish_reason) == (
-            speculative.token_ids, speculative.text, speculative.finish_reason,
-        )  # fmt: skip
-        self.identical += same
-        if not same:
-            self.differing.append(request_id)
-        pairs = zip(plain.token_ids, speculative.token_ids, strict=False)
-        agreed = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        end = None if agreed is None else agreed + 1
-        rows = list(zip(plain.digests[:end], speculative.digests[:end], strict=False))
-        self.logit_rows_checked += len(rows)
-        self.logit_rows_equal += sum(a == b for a, b in rows)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "requests": self.requests,
-            "identical": self.identical,
-            "tokens": self.tokens,
-            "logit_rows_checked": self.logit_rows_checked,
-            "logit_rows_equal": self.logit_rows_equal,
-            "exact": self.exact,
-            "draft_tokens": self.draft_tokens,
-            "accepted_tokens": self.accepted_tokens,
-            "batch_sizes": sorted(self.batch_sizes - {0}),
-            "differing": self.differing[:16],
-        }
 
 
 class IdentityCheck:
@@ -142,7 +95,8 @@ class IdentityCheck:
             "truth": lambda: self.adversarial("truth", hidden_truth),
             "random": lambda: self.adversarial("random", random_trees),
             "wrong": lambda: self.adversarial("wrong", wrong_trees),
-            "mixed": self.mixed,
+            "mixed": lambda: self.mixed("mixed"),
+            "crowded": lambda: self.mixed("crowded", kv_tokens=self._few_tokens()),
         }
 
     def cold(self) -> Tally:
@@ -166,7 +120,7 @@ class IdentityCheck:
             self._alone(tally, prompt, recorder)
         return tally
 
-    def mixed(self) -> Tally:
+    def mixed(self, name: str, *, kv_tokens: int | None = None) -> Tally:
         """Requests join whenever fewer than a changing number of them run.
 
         Few prompts are asked several times, so that batches can fill.
@@ -175,7 +129,7 @@ class IdentityCheck:
         rng = np.random.default_rng(self.seed)
         scripted = self._scripted(hidden_truth, random_trees, wrong_trees)
         drafter = EitherDrafter((scripted, self._stocked()), self.seed)
-        recorder = self._recorder(drafter, MAX_BATCH_SIZE, keep_all)
+        recorder = self._recorder(drafter, MAX_BATCH_SIZE, keep_all, kv_tokens=kv_tokens)
         rounds = -(-2 * MAX_BATCH_SIZE // len(self.prompts))
         waiting = [
             replace(prompt, request_id=f"{prompt.request_id}{ROUND}{i}")
@@ -184,7 +138,7 @@ class IdentityCheck:
         ]
         rng.shuffle(waiting)
         engine, wanted = recorder.engine, MAX_BATCH_SIZE
-        with tqdm(total=len(waiting), **self._bar("mixed")) as bar:
+        with tqdm(total=len(waiting), **self._bar(name)) as bar:
             while waiting or engine.has_work:
                 while waiting and engine.num_running + engine.num_waiting < wanted:
                     plain = rng.random() < 0.2
@@ -194,6 +148,11 @@ class IdentityCheck:
                 if num_finished or rng.random() < 0.1:
                     wanted = int(rng.integers(1, MAX_BATCH_SIZE + 1))
         return tally
+
+    def _few_tokens(self) -> int:
+        """Room for the largest request, and a few blocks more."""
+        longest = max(len(p.token_ids) for p in self.prompts) + self.params.max_tokens
+        return (-(-(longest + 1 + MAX_TREE_NODES) // BLOCK) + SPARE_BLOCKS) * BLOCK
 
     def _alone(
         self,
@@ -210,12 +169,14 @@ class IdentityCheck:
         """Run one step and compare the requests that end with it; return how many did."""
         steps = recorder.step()
         tally.batch_sizes.add(len(steps))
+        tally.mixed_steps += {v.every_row for v in recorder.target.verified} == {True, False}
         ended = 0
         for step in steps:
             if step.stats is not None:
                 ended += 1
                 tally.draft_tokens += step.stats.num_draft_tokens
                 tally.accepted_tokens += step.stats.num_accepted_tokens
+                tally.preemptions += step.stats.num_preemptions
                 output = recorder.outputs[step.request_id]
                 plain = self.plain[step.request_id.split(ROUND)[0]]
                 tally.compare(step.request_id, plain, output)
@@ -236,6 +197,7 @@ class IdentityCheck:
         node_filter: Filter = keep_by_value,
         *,
         reuse_prefixes: bool = True,
+        kv_tokens: int | None = None,
     ) -> Recorder:
         target: Any = RecordingTarget(self.target)
         engine = Engine(
@@ -245,6 +207,7 @@ class IdentityCheck:
             max_batch_size=max_batch_size,
             node_filter=node_filter,
             reuse_prefixes=reuse_prefixes,
+            kv_tokens=kv_tokens,
         )
         return Recorder(engine, target)
 
@@ -266,52 +229,16 @@ class IdentityCheck:
         return {"desc": name, "unit": "request", "file": sys.stderr, "mininterval": 5}
 
 
-def read_prompts(path: Path, target: Target, limit: int | None) -> list[common.Prompt]:
-    """Requests of a JSON-lines file; raises ValuSpecError naming the line that cannot be read."""
-    prompts: list[common.Prompt] = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValuSpecError(f"cannot read {path}: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            token_ids = _token_ids(json.loads(line), target)
-        except (ValueError, TypeError, KeyError, ValuSpecError) as error:
-            raise ValuSpecError(f"{path}, line {number}: {error}") from error
-        prompts.append(common.Prompt(f"line {number}", tuple(token_ids)))
-        if len(prompts) == limit:
-            break
-    if not prompts:
-        raise ValuSpecError(f"{path} has no requests")
-    return prompts
-
-
-def _token_ids(record: Any, target: Target) -> list[int]:
-    if isinstance(record, dict):
-        if isinstance(record.get("prompt"), str) and record["prompt"]:
-            return target.encode(record["prompt"])
-        if isinstance(record.get("messages"), list) and record["messages"]:
-            return target.render_chat(record["messages"])
-        turns = record.get("turns")
-        if isinstance(turns, list) and turns and isinstance(turns[0], str):
-            return target.render_chat([{"role": "user", "content": turns[0]}])
-    raise ValuSpecError(
-        'expected {"turns": [TEXT, ...]}, {"messages": [{"role": .., "content": ..}]} '
-        'or {"prompt": TEXT}'
-    )
-
-
 def run(check: IdentityCheck) -> dict[str, Tally]:
     """Run all modes and print their table."""
     tallies = {name: mode() for name, mode in check.modes().items()}
     common.print_table(
         ("mode", "requests", "identical", "tokens", "rows checked", "rows equal", "drafted",
-         "accepted", "batch sizes"),
+         "accepted", "batch sizes", "mixed steps", "preempted"),
         [
             (name, t.requests, t.identical, t.tokens, t.logit_rows_checked, t.logit_rows_equal,
-             t.draft_tokens, t.accepted_tokens, _span(t.batch_sizes - {0}))
+             t.draft_tokens, t.accepted_tokens, _span(t.batch_sizes - {0}),
+             t.mixed_steps, t.preemptions)
             for name, t in tallies.items()
         ],
     )  # fmt: skip

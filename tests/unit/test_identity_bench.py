@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bench import identity
-from bench.identity import Tally
 from bench.recorder import Output
+from bench.tally import Tally
 from tests.support.tiny_models import byte_tokenizer, tiny_model
 from valuspec.engine import engine as engine_module
 from valuspec.engine.rows import SequenceRows
@@ -35,21 +35,24 @@ def write(tmp_path: Path, *lines: str) -> str:
 def test_table_and_last_line(
     model_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompts = (json.dumps({"prompt": text * 4}) for text in ("one and two ", "three ", "the end "))
+    texts = ("one and two ", "three ", "the end ")
+    prompts = (json.dumps({"prompt": (text * 12)[:70]}) for text in texts)
     requests = write(tmp_path, *prompts)
     arguments = ["--requests", requests, "--model", model_folder, "--max-tokens", "12"]
     assert identity.main([*arguments, "--limit", "2"]) == 0
     *table, last = capsys.readouterr().out.splitlines()
-    modes = ["cold", "warm", "truth", "random", "wrong", "mixed"]
+    modes = ["cold", "warm", "truth", "random", "wrong", "mixed", "crowded"]
     assert [line.split()[0] for line in table] == ["mode", *modes]
     result = json.loads(last)
     assert result["exact"] is True
     assert result["prompts"] == 2
-    assert result["requests"] == result["identical"] == 5 * 2 + 16
+    assert result["requests"] == result["identical"] == 5 * 2 + 2 * 16
     assert result["tokens"] == result["logit_rows_checked"] == result["logit_rows_equal"] > 100
     assert list(result["modes"]) == modes
     assert result["modes"]["wrong"]["accepted_tokens"] == 0
     assert result["modes"]["truth"]["accepted_tokens"] > 0
+    assert result["modes"]["mixed"]["mixed_steps"] > 0
+    assert result["modes"]["crowded"]["preemptions"] > 0
     assert identity.main([*arguments, "--temperature", "0.8", "--seed", "4"]) == 0
 
 
