@@ -64,8 +64,11 @@ class GuardedStore:
     async def drop(self, namespace: str, ids: Sequence[int]) -> None:
         await self._report(self._store.drop(namespace, ids))
 
-    async def tree_ids(self, namespace: str, limit: int) -> list[int]:
-        return await self._report(self._store.tree_ids(namespace, limit))
+    async def tree_ids(self, namespace: str, limit: int, offset: int = 0) -> list[int]:
+        return await self._report(self._store.tree_ids(namespace, limit, offset))
+
+    async def listed(self, namespace: str, ids: Sequence[int]) -> list[bool]:
+        return await self._report(self._store.listed(namespace, ids))
 
     async def _report(self, call: Awaitable[_T]) -> _T:
         try:

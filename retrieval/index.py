@@ -28,8 +28,9 @@ class Neighbours(NamedTuple):
 class VectorIndex(Protocol):
     """Vectors under int64 ids. Any thread may call any method at any time.
 
-    An id is never reused: it names the same vector for ever, so adding a known id changes nothing
-    and adding a removed id brings its vector back. Searches see all of an `add` or none of it.
+    An id is never reused: it names the same vector for ever, so adding a known id changes no
+    vector; but it counts as added just now. Vectors may be kept in half precision. Searches see
+    all of an `add` or none of it.
     """
 
     @property
@@ -52,8 +53,8 @@ class VectorIndex(Protocol):
         """Hide ids from later searches; unknown ids are ignored."""
         ...
 
-    def oldest(self, n: int) -> list[int]:
-        """The n ids added first, of those a search can return."""
+    def oldest(self, n: int, skip: int = 0) -> list[int]:
+        """The n ids added first, of those a search can return, after the first `skip`."""
         ...
 
     def mean(self) -> Float32Array:
@@ -63,8 +64,13 @@ class VectorIndex(Protocol):
     def search(self, query: Float32Array, k: int) -> Neighbours:
         """The k vectors with the greatest inner product with query float32 [dim].
 
-        Raises ValueError for a query of another dtype or shape.
+        Large indexes may miss some of them. Raises ValueError for a query of another dtype or
+        shape.
         """
+        ...
+
+    def compact(self) -> bool:
+        """Tidy up once, beside all other calls; False if there was nothing to do."""
         ...
 
 
@@ -76,7 +82,6 @@ class InMemoryIndex:
         self._dim = dim
         self._lock = threading.Lock()
         self._vectors: dict[int, Float32Array] = {}
-        self._removed: set[int] = set()
 
     @property
     def dim(self) -> int:
@@ -84,26 +89,26 @@ class InMemoryIndex:
 
     def __len__(self) -> int:
         with self._lock:
-            return len(self._vectors) - len(self._removed)
+            return len(self._vectors)
 
     def __contains__(self, id_: int) -> bool:
         with self._lock:
-            return id_ in self._vectors and id_ not in self._removed
+            return id_ in self._vectors
 
     def add(self, ids: Int64Array, vectors: Float32Array) -> None:
         check_vectors(ids, vectors, self._dim)
         with self._lock:
             for id_, vector in zip(ids.tolist(), vectors, strict=True):
-                self._vectors.setdefault(id_, vector.copy())
-                self._removed.discard(id_)
+                self._vectors[id_] = self._vectors.pop(id_, vector).copy()
 
     def remove(self, ids: Sequence[int]) -> None:
         with self._lock:
-            self._removed.update(id_ for id_ in ids if id_ in self._vectors)
+            for id_ in ids:
+                self._vectors.pop(id_, None)
 
-    def oldest(self, n: int) -> list[int]:
+    def oldest(self, n: int, skip: int = 0) -> list[int]:
         with self._lock:
-            return list(islice((i for i in self._vectors if i not in self._removed), n))
+            return list(islice(self._vectors, skip, skip + n))
 
     def mean(self) -> Float32Array:
         with self._lock:
@@ -115,10 +120,13 @@ class InMemoryIndex:
     def search(self, query: Float32Array, k: int) -> Neighbours:
         check_query(query, self._dim)
         with self._lock:
-            found = {i: v for i, v in self._vectors.items() if i not in self._removed}
+            found = dict(self._vectors)
         ids = np.fromiter(found, np.int64, len(found))
         matrix = np.array(list(found.values()), np.float32).reshape(len(ids), self._dim)
         return top_k(ids, matrix @ query, k)
+
+    def compact(self) -> bool:
+        return False
 
 
 def top_k(ids: Int64Array, scores: Float32Array, k: int) -> Neighbours:

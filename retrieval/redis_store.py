@@ -68,22 +68,22 @@ class RedisStore:
         pipeline.zrem(_listing_key(namespace), *map(str, tree_ids))
         await execute(pipeline)
 
-    async def tree_ids(self, namespace: str, limit: int) -> list[int]:
+    async def tree_ids(self, namespace: str, limit: int, offset: int = 0) -> list[int]:
         if limit <= 0:
             return []
-        client = self._client()
-        reply = await guard(
-            client.zrange(
-                _listing_key(namespace),
-                "+inf",
-                f"({time.time()}",
-                desc=True,
-                byscore=True,
-                offset=0,
-                num=limit,
-            )
+        # By rank, which finds an offset without counting up to it.
+        call = self._client().zrange(
+            _listing_key(namespace), offset, offset + limit - 1, desc=True, withscores=True
         )
-        return [int(member) for member in reply if member.isdigit()]
+        now = time.time()
+        return [int(member) for member, expiry in await guard(call) if _lives(member, expiry, now)]
+
+    async def listed(self, namespace: str, tree_ids: Sequence[int]) -> list[bool]:
+        if not tree_ids:
+            return []
+        call = self._client().zmscore(_listing_key(namespace), [str(id_) for id_ in tree_ids])
+        now = time.time()
+        return [score is not None and score > now for score in await guard(call)]
 
     async def aclose(self) -> None:
         if self._redis is not None:
@@ -99,6 +99,10 @@ class RedisStore:
                 max_connections=self._max_connections,
             )
         return self._redis
+
+
+def _lives(member: bytes, expiry: float, now: float) -> bool:
+    return member.isdigit() and expiry > now
 
 
 def _blob(reply: object) -> bytes | None:

@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar
 from retrieval.breaker import CircuitBreaker
 from retrieval.codec import MAX_DEPTH, MAX_NODES, StoredTree
 from retrieval.embedding import embed
+from retrieval.filling import WARM_BATCH, IndexFiller
 from retrieval.guard import GuardedStore
 from retrieval.index import VectorIndex
 from retrieval.indexes import NamespaceIndexes
@@ -35,7 +36,6 @@ from valuspec.tree import DraftTree
 Outcome = Literal["hit", "miss", "timeout", "error", "open", "off"]
 WriteOutcome = Literal["stored", "dropped", "error", "open"]
 
-WARM_BATCH = 64
 MAX_PENDING = 256
 MAX_PENDING_WRITES = 64
 
@@ -71,7 +71,9 @@ class RetrievalService:
     its call to end by the store's own timeouts. So no connection returns to the pool with an
     unread reply, which the next call would take for its own.
 
-    Each namespace has its own index, filled from the store on first use and by write_back.
+    Each namespace has its own index, filled from the store on first use and by write_back. While
+    it is used it follows the store: what other processes have written comes in, and what has
+    expired goes. So any number of services may share one store.
     """
 
     def __init__(
@@ -80,22 +82,28 @@ class RetrievalService:
         index_factory: Callable[[int], VectorIndex],
         *,
         vocab_size: int,
-        max_trees: int = 200_000,
+        max_trees: int = 1_000_000,
         breaker: CircuitBreaker | None = None,
     ) -> None:
         """index_factory makes an empty index of the given dimension; trees with token ids
-        >= vocab_size are refused; max_trees bounds each namespace's index."""
+        >= vocab_size are refused; max_trees bounds all indexes together, 1 KiB each."""
         self.breaker = breaker or CircuitBreaker()
         self._counts: Counter[str] = Counter()
         self._raw_store = store
         self._store = GuardedStore(store, self.breaker, self._counts, vocab_size=vocab_size)
         self._vocab_size = vocab_size
-        self._max_trees = max_trees
-        self._warming: dict[str, asyncio.Task[bool]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="retrieval")
         self._indexes = NamespaceIndexes(
             index_factory, self._workers, self._counts, max_trees=max_trees
+        )
+        self._filler = IndexFiller(
+            self._store,
+            self._indexes,
+            self.breaker,
+            fetch=self._fetch,
+            spawn=self._spawn,
+            max_trees=max_trees,
         )
         self._write_lock = asyncio.Lock()
         self._pending_writes = 0
@@ -148,7 +156,7 @@ class RetrievalService:
         Lookups start this by themselves; await it to begin with a full index. Concurrent calls
         share one run; after a failed one, the next call tries again.
         """
-        return await asyncio.shield(self._start_warming(namespace))
+        return await asyncio.shield(self._filler.start_warming(namespace))
 
     async def recent(self, max_nodes: int) -> list[tuple[str, DraftTree]]:
         """(namespace, tree) of the newest trees, each namespace's oldest first, for a new replica.
@@ -170,6 +178,7 @@ class RetrievalService:
             for task in late:  # nobody will use their connections again
                 task.cancel()
         await self._raw_store.aclose()
+        self._indexes.close()
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     async def _newest(self, namespace: str, max_nodes: int) -> list[DraftTree]:
@@ -199,7 +208,7 @@ class RetrievalService:
             return Retrieved.nothing("error")
 
     async def _retrieve(self, namespace: str, prompt_ids: Sequence[int], k: int) -> Retrieved:
-        self._start_warming(namespace)
+        self._filler.keep_up(namespace)
         query = embed(prompt_ids)
         # The own tree is asked for even if not indexed: another replica may have written it.
         own_id = tree_id(prompt_ids)
@@ -273,31 +282,6 @@ class RetrievalService:
             merged = answer
         await self._store.put(namespace, id_, StoredTree(merged, embedding))
         await self._indexes.add(namespace, {id_: embedding})
-
-    async def _warm(self, namespace: str) -> bool:
-        try:
-            if not await self._indexes.add(namespace, {}):
-                return False
-            ids = await self._store.tree_ids(namespace, self._max_trees)
-            ids.reverse()  # oldest first, the order the index forgets in
-            ids = [id_ for id_ in ids if not self._indexes.contains(namespace, id_)]
-            for start in range(0, len(ids), WARM_BATCH):
-                if not self.breaker.allow():
-                    return False
-                trees = await self._fetch(namespace, ids[start : start + WARM_BATCH])
-                vectors = {id_: stored.embedding for id_, stored in trees.items()}
-                if not await self._indexes.add(namespace, vectors):
-                    return False
-        except StoreError as error:
-            _log.warning("index of namespace %s is incomplete: %s", namespace, error)
-            return False
-        return True
-
-    def _start_warming(self, namespace: str) -> asyncio.Task[bool]:
-        task = self._warming.get(namespace)
-        if task is None or (task.done() and not task.result()):
-            task = self._warming[namespace] = self._spawn(self._warm(namespace))
-        return task
 
     def _spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         task = asyncio.create_task(work)

@@ -41,8 +41,13 @@ class TreeStore(Protocol):
         """Delete blobs and their listing; unknown ids are ignored."""
         ...
 
-    async def tree_ids(self, namespace: str, limit: int) -> list[int]:
-        """Ids written within the time to live, newest first; some may be evicted meanwhile."""
+    async def tree_ids(self, namespace: str, limit: int, offset: int = 0) -> list[int]:
+        """Ids written within the time to live, newest first, after the first `offset`; some may be
+        evicted meanwhile."""
+        ...
+
+    async def listed(self, namespace: str, tree_ids: Sequence[int]) -> list[bool]:
+        """Whether `tree_ids` would give each of these ids."""
         ...
 
     async def aclose(self) -> None: ...
@@ -71,11 +76,16 @@ class InMemoryStore:
         for tree_id in tree_ids:
             self._values.pop((namespace, tree_id), None)
 
-    async def tree_ids(self, namespace: str, limit: int) -> list[int]:
+    async def tree_ids(self, namespace: str, limit: int, offset: int = 0) -> list[int]:
         now = self._clock()
         self._values = {key: value for key, value in self._values.items() if value[0] > now}
-        newest_first = reversed(self._values)
-        return [tree_id for name, tree_id in newest_first if name == namespace][:limit]
+        newest_first = [id_ for name, id_ in reversed(self._values) if name == namespace]
+        return newest_first[offset : offset + limit]
+
+    async def listed(self, namespace: str, tree_ids: Sequence[int]) -> list[bool]:
+        now = self._clock()
+        found = [self._values.get((namespace, tree_id)) for tree_id in tree_ids]
+        return [value is not None and value[0] > now for value in found]
 
     async def aclose(self) -> None:
         return None

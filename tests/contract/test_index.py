@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from retrieval import faiss_index
+from retrieval import faiss_index, segment
 from retrieval.faiss_index import FaissIndex
 from retrieval.index import InMemoryIndex, VectorIndex, top_k
 
@@ -14,12 +14,17 @@ DIM = 8
 Factory = Callable[[int], VectorIndex]
 
 
-@pytest.fixture(params=[InMemoryIndex, FaissIndex])
+@pytest.fixture(params=["memory", "flat", "ivf"])
 def factory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Factory:
-    # Small limits, so that a few dozen rows cross every boundary.
+    # Small limits, so that a few dozen rows cross every boundary; an IVF that searches every
+    # group misses nothing.
     monkeypatch.setattr(faiss_index, "TAIL_ROWS", 16)
-    monkeypatch.setattr(faiss_index, "MAX_REMOVED", 4)
-    return request.param
+    monkeypatch.setattr(segment, "_COPIED_ROWS", 8)
+    if request.param == "ivf":
+        monkeypatch.setattr(segment, "IVF_ROWS", 20)
+        monkeypatch.setattr(segment, "ROWS_PER_CENTROID", 2)
+        monkeypatch.setattr(segment, "PROBED_SHARE", 1)
+    return InMemoryIndex if request.param == "memory" else FaissIndex
 
 
 @pytest.fixture
@@ -28,8 +33,10 @@ def index(factory: Factory) -> VectorIndex:
 
 
 def unit_vectors(rng: np.random.Generator, n: int, dim: int = DIM) -> np.ndarray:
+    """Of numbers that half precision keeps as they are."""
     vectors = rng.standard_normal((n, dim)).astype(np.float32)
-    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors.astype(np.float16).astype(np.float32)
 
 
 def ids_of(*ids: int) -> np.ndarray:
@@ -42,7 +49,7 @@ def test_random_histories_match_brute_force(index: VectorIndex, seed: int) -> No
     known: dict[int, np.ndarray] = {}
     removed: set[int] = set()
     for _ in range(60):
-        match rng.integers(3):
+        match rng.integers(4):
             case 0:
                 ids = rng.choice(200, rng.integers(1, 12), replace=False)
                 vectors = unit_vectors(np.random.default_rng(7), 200)[ids]  # one vector per id
@@ -54,6 +61,8 @@ def test_random_histories_match_brute_force(index: VectorIndex, seed: int) -> No
                 index.remove(ids)
                 removed.update(set(ids) & known.keys())
             case 2:
+                index.compact()
+            case 3:
                 query, k = unit_vectors(rng, 1)[0], int(rng.integers(1, 20))
                 present = {i: v @ query for i, v in known.items() if i not in removed}
                 best = sorted(present, key=lambda i: -present[i])[:k]
@@ -74,6 +83,7 @@ def test_an_empty_index_finds_nothing(index: VectorIndex) -> None:
     index.remove([1, 2])
 
 
+@pytest.mark.fault(14)
 def test_asking_for_more_than_there_is(index: VectorIndex) -> None:
     vectors = unit_vectors(np.random.default_rng(0), 3)
     index.add(ids_of(5, 2**62, 0), vectors)
@@ -83,6 +93,7 @@ def test_asking_for_more_than_there_is(index: VectorIndex) -> None:
     assert index.search(vectors[1], 0).ids.tolist() == []
 
 
+@pytest.mark.fault(14)
 def test_an_id_keeps_its_first_vector(index: VectorIndex) -> None:
     one, other = np.eye(DIM, dtype=np.float32)[:2]
     index.add(ids_of(1, 1), np.stack([one, other]))
@@ -99,11 +110,41 @@ def test_added_vectors_are_copied(index: VectorIndex) -> None:
     assert index.search(np.eye(DIM, dtype=np.float32)[0], 1).scores.tolist() == [1.0]
 
 
-def test_oldest_skips_removed(index: VectorIndex) -> None:
+def test_oldest_skips_removed_and_goes_by_the_last_addition(index: VectorIndex) -> None:
     vectors = unit_vectors(np.random.default_rng(0), 5)
     index.add(ids_of(9, 3, 7, 1, 5), vectors)
     index.remove([3])
     assert index.oldest(3) == [9, 7, 1]
+    index.add(ids_of(9), vectors[:1])
+    assert index.oldest(4) == [7, 1, 5, 9]
+
+
+def test_compaction_loses_nothing_that_happens_beside_it(factory: Factory) -> None:
+    """One thread compacts while another adds and removes."""
+    index = factory(DIM)
+    vectors = unit_vectors(np.random.default_rng(1), 3000)
+    done = threading.Event()
+
+    def compact() -> None:
+        while not done.is_set():
+            index.compact()
+
+    compacting = threading.Thread(target=compact)
+    compacting.start()
+    for start in range(0, 3000, 10):
+        index.add(np.arange(start, start + 10), vectors[start : start + 10])
+        index.remove(list(range(start, start + 10, 3)))
+        index.add(ids_of(start), vectors[start : start + 1])  # removed just now
+    done.set()
+    compacting.join()
+    while index.compact():
+        pass
+    live = [n for n in range(3000) if n % 10 % 3 or n % 10 == 0]
+    assert len(index) == len(live)
+    query = unit_vectors(np.random.default_rng(2), 1)[0]
+    found = index.search(query, len(live))
+    assert sorted(found.ids.tolist()) == live
+    assert found.scores == pytest.approx((vectors @ query)[found.ids], abs=1e-5)
 
 
 def test_mean(index: VectorIndex) -> None:
@@ -125,6 +166,7 @@ def test_mean(index: VectorIndex) -> None:
         (ids_of(1), np.full((1, DIM), np.nan, np.float32), "NaN"),
     ],
 )
+@pytest.mark.fault(13)
 def test_wrong_vectors_are_refused_whole(index: VectorIndex, ids, vectors, message) -> None:
     with pytest.raises(ValueError, match=message):
         index.add(ids, vectors)
@@ -135,11 +177,13 @@ def test_wrong_vectors_are_refused_whole(index: VectorIndex, ids, vectors, messa
     "query",
     [np.zeros(DIM + 1, np.float32), np.zeros(DIM, np.float64), np.full(DIM, np.nan, np.float32)],
 )
+@pytest.mark.fault(13)
 def test_wrong_queries_are_refused(index: VectorIndex, query: np.ndarray) -> None:
     with pytest.raises(ValueError, match="query"):
         index.search(query, 1)
 
 
+@pytest.mark.fault(15)
 def test_searches_see_all_of_an_add_or_none(index: VectorIndex) -> None:
     """Batch b lies along axis b: a search along that axis finds 0 or 5 rows of score 1."""
     axes = np.eye(DIM, dtype=np.float32)
@@ -163,6 +207,7 @@ def test_searches_see_all_of_an_add_or_none(index: VectorIndex) -> None:
     assert all((index.search(axis, 5).scores == 1.0).all() for axis in axes)
 
 
+@pytest.mark.fault(14)
 def test_padding_and_nan_never_leave() -> None:
     """FAISS pads with id -1; a broken vector may score NaN."""
     scores = np.array([0.5, np.nan, 0.9, -np.inf, 0.7], np.float32)

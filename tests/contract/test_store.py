@@ -243,3 +243,17 @@ def test_nobody_listens() -> None:
             assert caught.value.kind == "unreachable"
 
     asyncio.run(scenario())
+
+
+def test_pages_of_ids_and_which_are_listed(run) -> None:
+    async def scenario(store: TreeStore) -> None:
+        for tree_id in range(10):
+            await store.put(NS, tree_id, b"blob")
+        await store.drop(NS, [4])
+        pages = [await store.tree_ids(NS, 4, offset) for offset in (0, 4, 8, 12)]
+        assert pages == [[9, 8, 7, 6], [5, 3, 2, 1], [0], []]
+        assert await store.listed(NS, [3, 4, 99]) == [True, False, False]
+        assert await store.listed("other", [3]) == [False]
+        assert await store.listed(NS, []) == []
+
+    run(scenario)

@@ -4,9 +4,11 @@ import asyncio
 from collections.abc import Sequence
 
 from retrieval.codec import MAX_DEPTH, MAX_NODES
+from retrieval.filling import FOLLOW_BATCH, FOLLOW_EVERY_S, WARM_BATCH
 from retrieval.index import InMemoryIndex
-from retrieval.service import WARM_BATCH, RetrievalService, Retrieved
+from retrieval.service import RetrievalService, Retrieved
 from retrieval.store import InMemoryStore, StoreError, TreeStore
+from tests.support import virtual_time
 
 NS, VOCAB, PROMPT = "namespace", 50_000, [1, 2, 3]
 
@@ -85,5 +87,44 @@ def test_what_breaks_the_stores_contract_stays_inside() -> None:
             assert (await look(made)).outcome == "error"
             assert await made.write_back(NS, PROMPT, [1]) == "error"
         assert (await made.lookup(NS, [], deadline_s=10)).outcome == "error"
+
+    asyncio.run(scenario())
+
+
+def test_an_index_follows_what_others_write_and_what_expires() -> None:
+    """Two services share a store; virtual time passes between the lookups of one of them."""
+
+    async def scenario() -> None:
+        store = InMemoryStore(ttl_s=1000, clock=virtual_time.now)
+        writer, reader = make(store), make(store)
+        assert await reader.warm(NS)
+        for n in range(3 * FOLLOW_BATCH):
+            await writer.write_back(NS, [n], [n])
+        assert (await look(reader)).outcome == "miss"  # and it is too soon to look again
+        assert reader.sizes() == {NS: 0}
+        await asyncio.sleep(FOLLOW_EVERY_S)
+        await look(reader)
+        await asyncio.sleep(1)
+        assert reader.sizes() == {NS: 3 * FOLLOW_BATCH}
+        await asyncio.sleep(900)
+        await writer.write_back(NS, [5], [5])  # keeps this one alive
+        for _ in range(8):  # a part of the index at each look
+            await asyncio.sleep(100)
+            await look(reader)
+        assert reader.sizes() == {NS: 1}
+
+    virtual_time.run(scenario())
+
+
+def test_all_indexes_together_are_bounded() -> None:
+    async def scenario() -> None:
+        made = RetrievalService(InMemoryStore(), InMemoryIndex, vocab_size=VOCAB, max_trees=32)
+        for n in range(40):
+            await made.write_back("large", [n], [1])
+            if n % 4 == 0:
+                await made.write_back("small", [n], [1])
+        sizes = made.sizes()
+        assert sum(sizes.values()) <= 32
+        assert sizes["small"] == 10  # the largest gives way
 
     asyncio.run(scenario())
