@@ -185,9 +185,9 @@ class RetrievalService:
         """The newest trees first, max_nodes at most in all of them."""
         trees: list[DraftTree] = []
         try:
-            ids = await self._store.tree_ids(namespace, max_nodes)
-            for start in range(0, len(ids), WARM_BATCH):
-                batch = ids[start : start + WARM_BATCH]
+            offset = 0
+            while batch := await self._store.tree_ids(namespace, WARM_BATCH, offset):
+                offset += len(batch)
                 stored = await self._fetch(namespace, batch)
                 for tree in (stored[id_].tree for id_ in batch if id_ in stored):
                     max_nodes -= len(tree)

@@ -141,6 +141,7 @@ def test_errors_before_the_first_token_are_http_errors(client, stream) -> None:
     check_error(complete(client, model="gpt-5"), 404, code="model_not_found", param="model")
 
 
+@pytest.mark.fault(44, 46)
 def test_error_shape_of_the_framework_itself(client) -> None:
     check_error(client.get("/v1/nothing"), 404, code="not_found")
     check_error(client.get("/v1/completions"), 405, code="method_not_allowed")
@@ -153,6 +154,7 @@ def test_error_shape_of_the_framework_itself(client) -> None:
         assert response.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.fault(41)
 def test_a_text_far_too_long_is_not_tokenised_whole(client, port) -> None:
     lengths = []
     encode = port.engine.target.encode
@@ -164,10 +166,12 @@ def test_a_text_far_too_long_is_not_tokenised_whole(client, port) -> None:
     assert max(lengths) < 4000
 
 
+@pytest.mark.fault(46)
 def test_large_bodies_are_refused(client) -> None:
     check_error(complete(client, "x" * 5000), 413)
 
 
+@pytest.mark.fault(46)
 def test_a_body_without_a_length_is_cut_off_at_the_limit(port) -> None:
     async def scenario() -> None:
         app = create_app(port, ARGS, ApiKeys([]))
@@ -189,6 +193,7 @@ def test_an_unexpected_failure_shows_nothing_of_it(port) -> None:
     assert "q1" in error["message"]
 
 
+@pytest.mark.fault(22)
 def test_an_unexpected_failure_in_mid_stream_is_an_error_event(client, port) -> None:
     generate = port.replica.generate
 
@@ -205,6 +210,7 @@ def test_an_unexpected_failure_in_mid_stream_is_an_error_event(client, port) -> 
     check_error(complete(client), 500)
 
 
+@pytest.mark.fault(22)
 def test_a_request_that_fails_in_the_middle_does_not_touch_others(client, port) -> None:
     port.engine.fail_requests = {"bad"}
     response = complete(client, ["bad", "ok"], stream=True)
@@ -280,6 +286,7 @@ def test_thresholds_show_the_set_in_use_and_why(client, port) -> None:
 # -- keys
 
 
+@pytest.mark.fault(47)
 def test_every_route_but_health_needs_a_key(port) -> None:
     app = create_app(port, ARGS, ApiKeys(["acme:key"]))
     guarded = [route for route in app.routes if isinstance(route, APIRoute)]
@@ -348,6 +355,7 @@ class Connection:
         return (await asyncio.wait_for(self.received.get(), 10))["status"]
 
 
+@pytest.mark.fault(48)
 def test_a_client_that_goes_away_frees_its_slot_before_the_next_step(port) -> None:
     async def scenario() -> None:
         app = create_app(port, ARGS, ApiKeys([]))
@@ -367,6 +375,7 @@ def test_a_client_that_goes_away_frees_its_slot_before_the_next_step(port) -> No
     asyncio.run(scenario())
 
 
+@pytest.mark.fault(51)
 def test_beyond_batch_and_queue_the_answer_is_429_at_once(port) -> None:
     async def scenario() -> None:
         app = create_app(port, ARGS, ApiKeys([]))

@@ -232,6 +232,7 @@ def test_a_retrieval_deployment_that_hangs_holds_up_nothing() -> None:
     in_virtual_time(scenario, num_replicas=1)
 
 
+@pytest.mark.fault(6)
 def test_an_emptied_store_changes_nothing_until_something_is_published() -> None:
     async def scenario(fleet: Fleet) -> None:
         for thresholds in (A, B):

@@ -53,6 +53,7 @@ def valkey() -> Iterator[EmbeddedValkey]:
 # -- the store fails
 
 
+@pytest.mark.fault(1)
 def test_killed_in_mid_use(valkey: EmbeddedValkey) -> None:
     async def scenario() -> None:
         await fill(valkey, range(50))
@@ -73,6 +74,7 @@ def test_killed_in_mid_use(valkey: EmbeddedValkey) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.fault(2)
 def test_a_hung_server_costs_a_deadline_then_nothing(valkey: EmbeddedValkey) -> None:
     async def scenario() -> None:
         breaker = CircuitBreaker(failure_threshold=3, cooldown_s=60)
@@ -94,6 +96,7 @@ def test_a_hung_server_costs_a_deadline_then_nothing(valkey: EmbeddedValkey) -> 
     asyncio.run(scenario())
 
 
+@pytest.mark.fault(2, 3)
 def test_recovers_through_a_half_open_probe(valkey: EmbeddedValkey) -> None:
     async def scenario() -> None:
         await fill(valkey, range(10))
@@ -114,6 +117,7 @@ def test_recovers_through_a_half_open_probe(valkey: EmbeddedValkey) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.fault(3, 6)
 def test_a_restart_without_data_is_a_miss_not_an_error(valkey: EmbeddedValkey) -> None:
     async def scenario() -> None:
         async with patient_service(valkey.url) as made:
@@ -130,6 +134,7 @@ def test_a_restart_without_data_is_a_miss_not_an_error(valkey: EmbeddedValkey) -
     asyncio.run(scenario())
 
 
+@pytest.mark.fault(3)
 def test_a_server_back_with_its_data_is_used_again(tmp_path: Path) -> None:
     """Same folder, new process: connections of before are dead, the trees are not."""
 
@@ -147,6 +152,7 @@ def test_a_server_back_with_its_data_is_used_again(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.fault(4)
 def test_a_server_that_wants_a_password(valkey: EmbeddedValkey) -> None:
     async def scenario() -> None:
         with admin(valkey) as client:
@@ -159,6 +165,7 @@ def test_a_server_that_wants_a_password(valkey: EmbeddedValkey) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.fault(4)
 def test_a_full_store_does_not_stop_reading(valkey: EmbeddedValkey) -> None:
     async def scenario() -> None:
         async with patient_service(valkey.url) as made:
@@ -180,6 +187,7 @@ def test_a_full_store_does_not_stop_reading(valkey: EmbeddedValkey) -> None:
     [b"", b"-LOADING loading\r\n", b"\x00\x01\xfe\r\n", b"$3\r\nabc\r\n", b"-MOVED 1 x:1\r\n"],
     ids=["silent", "loading", "garbage", "wrong value", "moved"],
 )
+@pytest.mark.fault(4)
 def test_servers_that_answer_nonsense(reply: bytes) -> None:
     async def scenario() -> None:
         async with answering(reply) as url, service(url) as made:
@@ -190,6 +198,7 @@ def test_servers_that_answer_nonsense(reply: bytes) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.fault(5)
 def test_a_slow_server_is_abandoned_at_the_deadline(valkey: EmbeddedValkey) -> None:
     async def scenario() -> None:
         await fill(valkey, range(5))
@@ -215,6 +224,7 @@ def test_a_slow_server_is_abandoned_at_the_deadline(valkey: EmbeddedValkey) -> N
     ],
     ids=["short", "random", "one byte too long", "64 MiB", "list"],
 )
+@pytest.mark.fault(7, 9)
 def test_foreign_values_are_refused_and_deleted(valkey: EmbeddedValkey, value, reason) -> None:
     async def scenario() -> None:
         async with patient_service(valkey.url) as made:
@@ -240,6 +250,7 @@ def test_foreign_values_are_refused_and_deleted(valkey: EmbeddedValkey, value, r
     asyncio.run(scenario())
 
 
+@pytest.mark.fault(7)
 def test_damaged_blobs_never_reach_a_request(valkey: EmbeddedValkey) -> None:
     async def scenario() -> None:
         rng = random.Random(0)
@@ -259,6 +270,7 @@ def test_damaged_blobs_never_reach_a_request(valkey: EmbeddedValkey) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.fault(13)
 def test_an_embedding_of_another_size_is_refused(valkey: EmbeddedValkey) -> None:
     async def scenario() -> None:
         id_ = tree_id(prompt(0))
@@ -300,6 +312,7 @@ class LyingIndex(InMemoryIndex):
     [(BrokenIndex, True), (broken_factory, True), (LyingIndex, False)],
     ids=["search", "factory", "unknown ids"],
 )
+@pytest.mark.fault(14)
 def test_a_broken_index_leaves_the_own_tree(valkey: EmbeddedValkey, factory, fails) -> None:
     async def scenario() -> None:
         store = RedisStore(valkey.url, read_timeout_s=PATIENCE_S)
@@ -316,6 +329,7 @@ def test_a_broken_index_leaves_the_own_tree(valkey: EmbeddedValkey, factory, fai
 # -- callers go away
 
 
+@pytest.mark.fault(48)
 def test_a_cancelled_call_leaves_no_reply_to_the_next(valkey: EmbeddedValkey) -> None:
     """Cancel at every step of the way; whoever asks next must get the own answer."""
 

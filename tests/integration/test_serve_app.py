@@ -245,6 +245,7 @@ def test_a_published_set_reaches_the_replicas_without_restart_or_change_of_bytes
 # -- clients that go away
 
 
+@pytest.mark.fault(48)
 def test_a_closed_stream_frees_its_slot(client) -> None:
     body = {"prompt": "Once upon a time", "max_tokens": 4000, "stream": True, "ignore_eos": True}
     with client.stream("POST", "/v1/completions", json=body) as response:
@@ -253,6 +254,7 @@ def test_a_closed_stream_frees_its_slot(client) -> None:
     wait_for("slot", lambda: client.get("/v1/valuspec/stats").json()["num_requests_running"] == 0)
 
 
+@pytest.mark.fault(48)
 def test_an_abandoned_whole_answer_frees_its_slot(client) -> None:
     before = totals(client).get("valuspec_request_success_abort", 0)
     body = {"prompt": "Once upon a time", "max_tokens": 4000, "ignore_eos": True}
@@ -265,6 +267,7 @@ def test_an_abandoned_whole_answer_frees_its_slot(client) -> None:
 # -- parts that break, in this order
 
 
+@pytest.mark.fault(1)
 def test_valkey_killed_in_mid_stream_changes_no_byte(client, valkey) -> None:
     ask = {"messages": QUESTION, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
     plain = client.post("/v1/chat/completions", json=ask | {"speculative": PLAIN}).json()

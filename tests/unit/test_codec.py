@@ -83,6 +83,7 @@ BLOBS = [
 
 
 @pytest.mark.parametrize("blob", BLOBS, ids=len)
+@pytest.mark.fault(7)
 def test_every_flipped_bit_is_noticed(blob: bytes) -> None:
     for bit in range(8 * len(blob)):
         damaged = bytearray(blob)
@@ -92,6 +93,7 @@ def test_every_flipped_bit_is_noticed(blob: bytes) -> None:
 
 
 @pytest.mark.parametrize("blob", BLOBS, ids=len)
+@pytest.mark.fault(7)
 def test_every_truncation_and_extension_is_noticed(blob: bytes) -> None:
     for length in range(len(blob)):
         with pytest.raises(BlobRejectedError) as caught:
@@ -120,6 +122,7 @@ def test_random_bytes_are_refused(blob: bytes) -> None:
     ],
     ids=["vocabulary", "negative", "cycle", "self", "parent", "count", "depth"],
 )
+@pytest.mark.fault(8)
 def test_a_valid_digest_does_not_excuse_a_broken_tree(tokens, parents, counts) -> None:
     with pytest.raises(BlobRejectedError) as caught:
         read(forge(tokens, parents, counts))
@@ -127,18 +130,21 @@ def test_a_valid_digest_does_not_excuse_a_broken_tree(tokens, parents, counts) -
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.fault(8)
 def test_embeddings_are_finite(bad: float) -> None:
     with pytest.raises(BlobRejectedError) as caught:
         read(forge([1], [-1], [1], embedding=[bad]))
     assert caught.value.reason == "structure"
 
 
+@pytest.mark.fault(8, 9)
 def test_an_announced_length_is_checked_before_it_is_believed() -> None:
     with pytest.raises(BlobRejectedError) as caught:
         read(forge([1], [-1], [1], num_nodes=2**32 - 1))
     assert caught.value.reason == "length"
 
 
+@pytest.mark.fault(9)
 def test_a_giant_value_is_refused_by_its_length() -> None:
     with pytest.raises(BlobRejectedError) as caught:
         read(bytes(MAX_BLOB_BYTES + 1))
@@ -148,6 +154,7 @@ def test_a_giant_value_is_refused_by_its_length() -> None:
 @pytest.mark.parametrize(
     ("where", "value", "reason"), [(0, b"X", "magic"), (4, b"\2", "version"), (5, b"\1", "version")]
 )
+@pytest.mark.fault(26)
 def test_other_formats_are_named(where: int, value: bytes, reason: str) -> None:
     blob = BLOBS[1]
     with pytest.raises(BlobRejectedError) as caught:
@@ -155,6 +162,7 @@ def test_other_formats_are_named(where: int, value: bytes, reason: str) -> None:
     assert caught.value.reason == reason
 
 
+@pytest.mark.fault(10)
 def test_a_blob_of_another_namespace_or_request_is_foreign() -> None:
     for namespace, tree_id in [("other", TREE_ID), (NAMESPACE, TREE_ID + 1)]:
         with pytest.raises(BlobRejectedError) as caught:

@@ -99,6 +99,7 @@ ADVERSARIES: dict[str, Adversary] = {
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("adversary", ADVERSARIES.values(), ids=ADVERSARIES.keys())
+@pytest.mark.fault(12)
 def test_output_does_not_depend_on_the_drafts(adversary: Adversary, greedy: bool) -> None:
     cases = [case(seed, length, greedy) for seed, length in ((1, 5), (2, 30), (3, BLOCK - 12))]
     futures = {r.prompt_ids: result.token_ids for r, result in cases}
@@ -232,6 +233,7 @@ def test_a_place_is_free_again_after_cancelling_everyone() -> None:
 
 @pytest.mark.parametrize("adversary", [deepest, hidden_truth])
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 15, 16, 17, 33])
+@pytest.mark.fault(50)
 def test_max_tokens_ends_an_accepted_run(max_tokens: int, adversary: Adversary) -> None:
     full, expected = case(2, 30)
     r = request("a", full.prompt_ids, max_tokens=max_tokens, ignore_eos=True)
@@ -243,6 +245,7 @@ def test_max_tokens_ends_an_accepted_run(max_tokens: int, adversary: Adversary) 
 
 
 @pytest.mark.parametrize("at", [0, 1, 6, 15, 16, 20])
+@pytest.mark.fault(50)
 def test_stop_token_ends_an_accepted_run(at: int) -> None:
     full, expected = case(2, 30)
     stop = expected.token_ids[at]
@@ -255,6 +258,7 @@ def test_stop_token_ends_an_accepted_run(at: int) -> None:
     assert result.visible == engines.plain(target(), r).visible
 
 
+@pytest.mark.fault(50)
 def test_eos_ends_an_accepted_run_unless_ignored() -> None:
     model = tiny_model("llama")
     with torch.no_grad():  # an output head that likes the end of text
@@ -279,6 +283,7 @@ def test_eos_ends_an_accepted_run_unless_ignored() -> None:
 
 @pytest.mark.parametrize("at", [0, 4, 11, 17])
 @pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.fault(50)
 def test_stop_string_ends_an_accepted_run(at: int, length: int) -> None:
     full, expected = case(2, 30)
     printable = expected.text
@@ -464,6 +469,7 @@ def test_drafts_that_name_no_token_cost_only_speed(bad_token: int) -> None:
         pytest.param(DraftTree.from_lists([5, 6], [1, -1]), id="child before parent"),
     ],
 )
+@pytest.mark.fault(8)
 def test_malformed_trees_cost_only_speed(tree: DraftTree) -> None:
     """A draft source, or a filter, that ignores the limits it is given."""
     r, expected = case(2, 30)

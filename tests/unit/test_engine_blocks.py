@@ -172,6 +172,7 @@ def test_nothing_leaks_over_a_random_history(target: Target) -> None:
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "seeded"])
+@pytest.mark.fault(18)
 def test_a_resumed_request_goes_on_with_the_same_bytes(target: Target, sampled: bool) -> None:
     """Another engine takes over behind any number of tokens: within a character, in what may
     become a stop string, on both sides of a block's edge."""

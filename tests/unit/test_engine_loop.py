@@ -72,6 +72,7 @@ def test_trees_reach_running_requests_only(loop, engine) -> None:
     assert list(engine.attached) == ["a"]
 
 
+@pytest.mark.fault(22)
 def test_a_failing_step_ends_its_requests_and_the_next_ones_are_served(loop, engine) -> None:
     outputs = queue.SimpleQueue()
     engine.gate.clear()
@@ -101,6 +102,7 @@ def test_a_request_that_cannot_be_added_fails_alone(loop, engine) -> None:
     assert ends == {"a": "error", "b": "length"}
 
 
+@pytest.mark.fault(22)
 def test_health_fails_after_failed_steps_in_a_row(loop, engine) -> None:
     engine.fail_step = RuntimeError("boom")
     outputs = queue.SimpleQueue()
@@ -112,6 +114,7 @@ def test_health_fails_after_failed_steps_in_a_row(loop, engine) -> None:
         loop.check(stalled_after_s=TIMEOUT_S)
 
 
+@pytest.mark.fault(23)
 def test_health_fails_while_one_step_takes_too_long(engine) -> None:
     now = [0.0]
     loop = EngineLoop(engine, clock=lambda: now[0])

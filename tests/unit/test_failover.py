@@ -62,6 +62,7 @@ def streamed(response: Any) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("losses", [(0,), (1,), (3,), (2, 1, 1), (5,)])
+@pytest.mark.fault(17, 18)
 def test_the_answer_is_the_one_of_a_single_replica(losses: tuple[int, ...]) -> None:
     whole = complete(LosingPort(), return_token_ids=True).json()
     port = LosingPort(*losses)
@@ -87,6 +88,7 @@ def test_only_unfinished_choices_are_resumed() -> None:
 
 
 @pytest.mark.parametrize("losses", [(0, 0), (2, 0)])
+@pytest.mark.fault(17, 18)
 def test_two_losses_in_a_row_without_a_token_are_an_error(losses: tuple[int, ...]) -> None:
     port = LosingPort(*losses)
     response = complete(port, stream=True)

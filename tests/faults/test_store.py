@@ -1,0 +1,145 @@
+"""The store of draft trees is killed, stopped, emptied, slowed or filled with lies."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from redis import Redis
+
+from retrieval.codec import StoredTree, encode
+from retrieval.embedding import embed
+from retrieval.namespace import namespace, tree_id
+from retrieval.redis_store import RedisStore
+from tests.faults.conftest import Oracles
+from tests.faults.site import LONG, Site, wait_for
+from tests.support.processes import Process
+from valuspec.tree import DraftTree
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
+
+
+def outcome(answer: dict[str, Any]) -> str:
+    name: str = answer["metrics"]["valuspec"]["retrieval_outcome"]
+    return name
+
+
+def store_process(site: Site) -> Process:
+    with Redis(port=site.store_port) as client:
+        return Process(int(client.info("server")["process_id"]))
+
+
+def eventually_hits(site: Site, prompt: str) -> float:
+    """Seconds until this prompt's own tree is found again; writes it as often as needed."""
+    return wait_for("a hit", lambda: outcome(site.ask(prompt)) == "hit")
+
+
+@contextmanager
+def restarted_after(site: Site) -> Iterator[None]:
+    """The store is up and in use again at the end, empty if it was killed."""
+    try:
+        yield
+    finally:
+        site.store.stop()
+        site.store = site.valkey("store", site.store_port)
+        site.store.start()
+        eventually_hits(site, "in use")
+
+
+@pytest.mark.fault(1, 3, 21)
+def test_the_store_killed_in_mid_stream(site: Site, oracles: Oracles) -> None:
+    """And back, empty: the cluster's own Redis is another one and notices nothing."""
+    site.plain("stored", max_tokens=LONG)
+    eventually_hits(site, "in use")
+    with oracles.beside(), restarted_after(site):
+        site.check_long_stream("stored", lambda: store_process(site).signal(signal.SIGKILL))
+        found = outcome(site.ask("in use"))
+        assert found in ("error", "open", "timeout")
+        counters = [name for name in site.totals() if name.startswith("valuspec_retrieval_")]
+        assert any(name.endswith(found) for name in counters)
+    oracles.note("counted")
+
+
+@pytest.mark.fault(2)
+def test_the_store_stopped(site: Site, oracles: Oracles) -> None:
+    eventually_hits(site, "in use")
+    process = store_process(site)
+    with oracles.beside():
+        process.signal(signal.SIGSTOP)
+        try:
+            wait_for("the breaker", lambda: outcome(site.ask("in use", max_tokens=2)) == "open")
+            assert site.ask("in use")["choices"][0] == site.plain("in use")
+        finally:
+            process.signal(signal.SIGCONT)
+        seconds = eventually_hits(site, "in use")
+    oracles.figure(f"hits again {seconds:.1f} s after it went on")
+
+
+@pytest.mark.fault(11)
+def test_another_tenant_learns_nothing(site: Site, oracles: Oracles) -> None:
+    """What B's request does is what it does for a tenant who is the first to ask anything."""
+
+    def trace(answer: dict[str, Any]) -> dict[str, Any]:
+        metrics = answer["metrics"]
+        ours = metrics["valuspec"]
+        return (
+            metrics["speculative_decoding"]
+            | {
+                name: ours[name]
+                for name in ("num_offered_nodes", "num_kept_nodes", "num_retrieved_trees")
+            }
+            | {"cached": answer["usage"]["prompt_tokens_details"]["cached_tokens"]}
+        )
+
+    prompt = "what nobody else may know " * 12  # long enough for blocks of the prefix cache
+    eventually_hits(site, prompt)
+    known = trace(site.ask(prompt))
+    cold = {tenant: site.ask(prompt, tenant=tenant) for tenant in ("b", "c", "d")}
+    assert len({str(trace(answer)) for answer in cold.values()}) == 1
+    assert {outcome(answer) for answer in cold.values()} == {"miss"}
+    assert trace(cold["b"])["cached"] == 0
+    assert known["cached"] > 0
+    assert known["num_spec_steps"] < trace(cold["b"])["num_spec_steps"]
+    assert len({str(answer["choices"]) for answer in cold.values()}) == 1
+
+
+@pytest.mark.fault(12)
+def test_a_flood_of_wrong_trees(site: Site, oracles: Oracles) -> None:
+    """Each begins as the right answer does and goes wrong soon, under the prompt's own name."""
+    stats = site.client.get("/v1/valuspec/stats").json()
+    space = namespace("a", stats["model_fingerprint"], stats["tokenizer_fingerprint"])
+    rng = np.random.default_rng(0)
+    prompts = [f"flooded {n}" for n in range(40)]
+    plain = {prompt: site.plain(prompt) for prompt in prompts}
+
+    async def flood() -> None:
+        store = RedisStore(f"redis://127.0.0.1:{site.store_port}", read_timeout_s=10)
+        for prompt in prompts:
+            ids = site.client.post("/tokenize", json={"prompt": prompt}).json()["tokens"]
+            right = plain[prompt]["token_ids"]
+            paths = [
+                [*right[: int(rng.integers(0, 20))], *rng.integers(0, 256, 100).tolist()]
+                for _ in range(60)
+            ]
+            tree = DraftTree.from_paths(paths)
+            blob = encode(StoredTree(tree, embed(ids)), namespace=space, tree_id=tree_id(ids))
+            await store.put(space, tree_id(ids), blob)
+        await store.aclose()
+
+    asyncio.run(flood())
+    offered = kept = hits = 0
+    with oracles.beside():
+        for prompt in prompts:
+            answer = site.ask(prompt)
+            assert answer["choices"][0] == plain[prompt]
+            hits += outcome(answer) == "hit"
+            offered += answer["metrics"]["valuspec"]["num_retrieved_nodes"]
+            kept += answer["metrics"]["valuspec"]["num_kept_nodes"]
+    assert hits > len(prompts) / 2
+    assert kept < offered / 10
+    oracles.figure(f"{offered} wrong nodes offered, {kept} verified")
