@@ -1,0 +1,281 @@
+"""Make docs/benchmarks.md and its plots from results.
+
+    python -m bench.peers.page RESULTS.json docs/benchmarks.md
+
+A file beside the results, RESULTS.notes.md, is taken into the page: what the figures cannot say.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.peers.figures import Book
+from bench.peers.plan import CLOSE_LOOK
+from bench.peers.results import Figures
+from bench.peers.systems import CURVE, OURS, SYSTEMS, System
+
+NONE = "-"
+CAVEATS = """\
+- Tokens per second are output tokens over wall time, prefill included; the token that ends an
+  answer is not counted. Prefix caches are off everywhere, since prompts come again in other passes.
+- Systems take turns, eight prompts at a time (sixteen with eight streams), and each turn begins
+  with another system. Before every turn a system's store is put back to what the column says.
+- The earlier requests' answers come from this engine's plain decoding, once, and every system that
+  keeps earlier requests is given the same ones; other libraries would have answered a few of them
+  differently. How each takes them is listed under versions.
+- transformers pads batches of eight and begins the next when the last answer of one has ended; its
+  prompt lookup and llama-cpp-python serve one stream only.
+- "Our engine, ..." rows draft as another method does and verify with this engine, so that drafts
+  are compared and not engines. Drafts are cut at 15 tokens depth, the limit of exact attention.
+- The package `draftretriever` holds another method (an adaptive tree search) than REST; REST's
+  rule is therefore written down anew from its description, as is Token Recycling's.
+- No smaller model of this family was at hand, so assisted generation is left out.
+- Peak memory is that of a process that may hold several modes of a system, and what it reserves
+  for keys and values differs: 2 GiB for vLLM, 8 x 4096 tokens here.
+"""
+
+
+def render(data: dict[str, Any], notes: str = "") -> str:
+    """The page, as Markdown."""
+    book = Book(data)
+    about, failures = data["about"], data["failures"]
+    parts = [
+        "# Benchmarks",
+        "Made by `python -m bench.peers.page` from measured results; not edited by hand.",
+        _machine(about),
+        _gaps(book, failures),
+    ]
+    for streams, title in ((1, "One stream"), (8, "Eight streams")):
+        parts += [f"## {title}", *_speeds(book, streams)]
+    parts += ["![Speed by workload](benchmarks/speed.png)"]
+    parts += ["## The same answers?", *_identity(book)]
+    parts += ["## Drafts and memory", *_drafts(book)]
+    parts += ["## Cold and warm", *_warmth(book), "![Learning curve](benchmarks/learning.png)"]
+    parts += ["## Spec-Bench by task", _tasks(book)]
+    parts += ["## What our parts bring", _parts(book)]
+    parts += ["## Where others are faster", _losses(book), notes.strip()]
+    parts += ["## How it was measured", CAVEATS.strip(), _tuned(data), _versions(data), _commands()]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first column left, the others right."""
+    lines = [header, ["---", *["--:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _grid(book: Book, systems: Sequence[System], cell: Callable[[str, System], str]) -> str:
+    """A row per system, a column per workload."""
+    rows = [[s.title, *(cell(w, s) for w in book.workloads)] for s in systems]
+    return table(["", *book.workloads], rows)
+
+
+def _number(value: float | None, form: str = ".2f") -> str:
+    return NONE if value is None else format(value, form)
+
+
+def _speeds(book: Book, streams: int) -> list[str]:
+    def tok_s(workload: str, system: System) -> str:
+        found = book.warm(workload, streams, system.name)
+        best = max(
+            f.tok_s for s in book.systems() if (f := book.warm(workload, streams, s.name))
+        ) if found else 0.0  # fmt: skip
+        text = _number(found.tok_s if found else None, ".1f")
+        return f"**{text}**" if found and found.tok_s == best else text
+
+    def gains(workload: str, system: System) -> str:
+        found = book.warm(workload, streams, system.name)
+        own, best = (
+            book.plain(workload, streams, system.name), book.best_plain(workload, streams)
+        )  # fmt: skip
+        if not found or not own or not best:
+            return NONE
+        return f"{found.tok_s / own.tok_s:.2f} / {found.tok_s / best[1]:.2f}"
+
+    return [
+        "Tokens per second, all earlier requests known to those that keep them:",
+        _grid(book, book.systems(), tok_s),
+        "Over the system's own plain decoding / over the fastest plain decoding of all:",
+        _grid(book, book.systems(), gains),
+    ]
+
+
+def _identity(book: Book) -> list[str]:
+    def share(workload: str, system: System) -> str:
+        found = [book.identical(workload, streams, system.name) for streams in (1, 8)]
+        return " / ".join(_number(value and 100 * value, ".0f") for value in found)
+
+    return [
+        "Share of answers, in per cent, that are token for token the system's own plain answers of "
+        "one stream: with one stream / with eight.",
+        _grid(book, book.systems(), share),
+    ]
+
+
+def _drafts(book: Book) -> list[str]:
+    def drafts(workload: str, system: System) -> str:
+        found = book.warm(workload, 1, system.name)
+        if not found or not found.drafted:
+            return NONE
+        return f"{found.acceptance_length:.2f} / {_number(found.drafted_per_accepted, '.1f')}"
+
+    def peak(system: System) -> str:
+        found = [
+            f.peak_mb
+            for streams in (1, 8)
+            for w in book.workloads
+            if (f := book.warm(w, streams, system.name))
+        ]
+        return f"{max(found)}" if found else NONE
+
+    drafting = [s for s in book.systems() if s.plain != s.name]
+    return [
+        "Tokens per step (acceptance length) / draft tokens verified per accepted one; one stream:",
+        _grid(book, drafting, drafts),
+        "Peak memory of the process, MB:",
+        table(["", "MB"], [[s.title, peak(s)] for s in book.systems()]),
+    ]
+
+
+def _warmth(book: Book) -> list[str]:
+    def speedup(found: Figures | None, own: Figures | None) -> str:
+        return _number(found.tok_s / own.tok_s if found and own else None)
+
+    def cold_and_warm(workload: str, system: System) -> str:
+        own = book.plain(workload, 1, system.name)
+        ends = book.at(workload, 1, system.name, 0), book.warm(workload, 1, system.name)
+        return " → ".join(speedup(found, own) for found in ends)
+
+    rows = []
+    for workload in (w for w in book.workloads if w in CLOSE_LOOK):
+        for name in CURVE:
+            own = book.plain(workload, 1, name)
+            points = [
+                f"{n}: {speedup(book.at(workload, 1, name, n), own)}"
+                for n in book.stores(workload, 1, name)
+            ]
+            if points:
+                rows.append([workload, SYSTEMS[name].title, ", ".join(points)])
+    learners = [s for s in book.systems() if s.learns]
+    return [
+        "Speed over the system's own plain decoding, one stream: nothing known before → all "
+        "earlier requests known.",
+        _grid(book, learners, cold_and_warm),
+        "By number of earlier requests:",
+        table(["", "", "earlier requests: speed over own plain"], rows),
+    ]
+
+
+def _tasks(book: Book) -> str:
+    by_system = {s: book.by_task(s.name) for s in book.systems()}
+    tasks = sorted({task for found in by_system.values() for task in found})
+    if not tasks:
+        return "Not measured."
+    rows = [
+        [s.title, *(_number(f.get(t), ".1f") for t in tasks)] for s, f in by_system.items() if f
+    ]
+    return "Tokens per second, one stream:\n\n" + table(["", *tasks], rows)
+
+
+def _parts(book: Book) -> str:
+    systems = [SYSTEMS[name] for name in (OURS, "ours-unfiltered")] + book.systems(part=True)
+    columns = [(w, n) for w in book.workloads if w in CLOSE_LOOK for n in (1, 8)]
+    rows = []
+    for system in systems:
+        found = [(book.warm(w, n, system.name), book.warm(w, n, OURS)) for w, n in columns]
+        rows.append([
+            system.title,
+            *(_number(f.tok_s / o.tok_s if f and o else None) for f, o in found),
+        ])  # fmt: skip
+    header = ["speed over the whole", *(f"{w} x{n}" for w, n in columns)]
+    return table(header, rows) if columns else "Not measured."
+
+
+def _losses(book: Book) -> str:
+    lines = [
+        f"- {workload}, {streams} stream{'s' * (streams > 1)}: {SYSTEMS[name].title}, "
+        f"{ratio:.2f} times as fast as ValuSpec"
+        for workload, streams, name, ratio in book.losses()
+    ]
+    return "\n".join(lines) or "Nowhere in these results."
+
+
+def _machine(about: dict[str, Any]) -> str:
+    environment, settings = about["environment"], about["settings"]
+    return (
+        f"{environment['processor']}, {about['cores']} cores, {settings['threads']} threads for "
+        f"every system. Model {settings['model']} in bf16, greedy, at most "
+        f"{settings['max_tokens']} tokens an answer; up to {settings['history']} earlier requests "
+        f"and {settings['limit']} measured ones a workload. Revision {about['revision']}."
+    )
+
+
+def _gaps(book: Book, failures: dict[str, str]) -> str:
+    lines = [f"- {SYSTEMS[name].title} failed: {reason}" for name, reason in failures.items()]
+    unmeasured = [s.title for s in SYSTEMS.values() if s not in
+                  [*book.systems(), *book.systems(part=True)]]  # fmt: skip
+    if unmeasured:
+        lines.append(f"- Not measured: {', '.join(unmeasured)}")
+    if book.missing():
+        lines.append(f"- The run is not complete: {book.missing()} turns are still to come")
+    return "\n".join(lines)
+
+
+def _tuned(data: dict[str, Any]) -> str:
+    rows = [
+        [SYSTEMS[name].title, _options(found["best"]),
+         ", ".join(f"{_options(t)}: {t['tok_s']}" for t in found["tried"])]
+        for name, found in data["tuned"].items()
+    ]  # fmt: skip
+    if not rows:
+        return ""
+    return "Settings found on calibration requests (tokens copied x longest n-gram: tok/s):\n\n" + (
+        table(["", "best", "tried"], rows)
+    )
+
+
+def _options(found: dict[str, Any]) -> str:
+    return f"{found['lookup']} x {found['ngram']}"
+
+
+def _versions(data: dict[str, Any]) -> str:
+    rows = [
+        [name, ", ".join(f"{package} {version}" for package, version in sorted(found.items()))]
+        for name, found in sorted(data["versions"].items())
+    ]
+    stocked = [
+        [SYSTEMS[name].title, how]
+        for name, how in sorted(data.get("stocked", {}).items())
+        if SYSTEMS[name].learns
+    ]
+    return "\n\n".join([
+        "Versions, by environment:", table(["", ""], rows),
+        "How earlier requests are taken in:", table(["", ""], stocked),
+    ])  # fmt: skip
+
+
+def _commands() -> str:
+    return (
+        "```\npython -m bench.peers --data DIR --out results.json          # hours\n"
+        "python -m bench.peers --data DIR --out quick.json --quick    # about ten minutes\n"
+        "python -m bench.peers.page results.json docs/benchmarks.md\n```"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from bench.peers.plots import draw
+
+    results, page = map(Path, argv or sys.argv[1:])
+    data = json.loads(results.read_text())
+    notes = results.with_suffix(".notes.md")
+    page.write_text(render(data, notes.read_text() if notes.is_file() else ""))
+    draw(Book(data), page.with_suffix(""))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
