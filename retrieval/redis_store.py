@@ -11,7 +11,7 @@ restart and forgets expired ids at each write.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
@@ -53,10 +53,16 @@ class RedisStore:
         return [_blob(reply) for reply in await guard(pipeline.execute(raise_on_error=False))]
 
     async def put(self, namespace: str, tree_id: int, blob: bytes) -> None:
+        await self.put_many(namespace, {tree_id: blob})
+
+    async def put_many(self, namespace: str, blobs: Mapping[int, bytes]) -> None:
+        if not blobs:
+            return
         now = time.time()
         pipeline = self._client().pipeline(transaction=False)
-        pipeline.set(_tree_key(namespace, tree_id), blob, ex=self._ttl_s)
-        pipeline.zadd(_listing_key(namespace), {str(tree_id): now + self._ttl_s})
+        for tree_id, blob in blobs.items():
+            pipeline.set(_tree_key(namespace, tree_id), blob, ex=self._ttl_s)
+        pipeline.zadd(_listing_key(namespace), {str(id_): now + self._ttl_s for id_ in blobs})
         pipeline.zremrangebyscore(_listing_key(namespace), "-inf", now)
         await execute(pipeline)
 

@@ -21,8 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
+from retrieval.answers import with_answer
 from retrieval.breaker import CircuitBreaker
-from retrieval.codec import MAX_DEPTH, MAX_NODES, StoredTree
+from retrieval.codec import StoredTree
 from retrieval.embedding import embed
 from retrieval.filling import WARM_BATCH, IndexFiller
 from retrieval.guard import GuardedStore
@@ -30,7 +31,6 @@ from retrieval.index import VectorIndex
 from retrieval.indexes import NamespaceIndexes
 from retrieval.namespace import tree_id
 from retrieval.store import StoreError, TreeStore
-from valuspec.errors import InvalidTreeError
 from valuspec.tree import DraftTree
 
 Outcome = Literal["hit", "miss", "timeout", "error", "open", "off"]
@@ -270,16 +270,10 @@ class RetrievalService:
     async def _merge(
         self, namespace: str, prompt_ids: Sequence[int], output_ids: Sequence[int]
     ) -> None:
-        if len(output_ids) == 0:
-            raise InvalidTreeError("an empty answer makes no tree")
-        path, id_, embedding = output_ids[:MAX_DEPTH], tree_id(prompt_ids), embed(prompt_ids)
-        answer = DraftTree.from_paths([path]).validate(
-            vocab_size=self._vocab_size, max_nodes=MAX_NODES, max_depth=MAX_DEPTH
-        )
+        id_, embedding = tree_id(prompt_ids), embed(prompt_ids)
+        with_answer(None, output_ids, self._vocab_size)  # nothing is read for what is refused
         kept = (await self._fetch(namespace, [id_])).get(id_)
-        merged = kept.tree.merge([path]) if kept else answer
-        if len(merged) > MAX_NODES:  # answers that share little: start over with the newest
-            merged = answer
+        merged = with_answer(kept.tree if kept else None, output_ids, self._vocab_size)
         await self._store.put(namespace, id_, StoredTree(merged, embedding))
         await self._indexes.add(namespace, {id_: embedding})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
 from retrieval.codec import MAX_BLOB_BYTES
@@ -35,6 +35,10 @@ class TreeStore(Protocol):
 
     async def put(self, namespace: str, tree_id: int, blob: bytes) -> None:
         """Store the whole blob, replacing an older one and renewing its time to live."""
+        ...
+
+    async def put_many(self, namespace: str, blobs: Mapping[int, bytes]) -> None:
+        """`put` each blob under its id, in one round trip."""
         ...
 
     async def drop(self, namespace: str, tree_ids: Sequence[int]) -> None:
@@ -71,6 +75,10 @@ class InMemoryStore:
     async def put(self, namespace: str, tree_id: int, blob: bytes) -> None:
         self._values.pop((namespace, tree_id), None)  # so that insertion order is write order
         self._values[namespace, tree_id] = (self._clock() + self._ttl_s, blob)
+
+    async def put_many(self, namespace: str, blobs: Mapping[int, bytes]) -> None:
+        for tree_id, blob in blobs.items():
+            await self.put(namespace, tree_id, blob)
 
     async def drop(self, namespace: str, tree_ids: Sequence[int]) -> None:
         for tree_id in tree_ids:
