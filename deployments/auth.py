@@ -19,6 +19,8 @@ from deployments.errors import ApiError
 
 #: Tenant of every request when no keys are configured.
 OPEN_TENANT = "default"
+#: The tenant who may ask what concerns all of them.
+OPERATOR = "operator"
 
 
 class ApiKeys:
@@ -82,6 +84,13 @@ class ApiKeys:
                 code="invalid_api_key",
             )
         return tenant
+
+    def require_operator(self, tenant: str) -> None:
+        """Raise ApiError 403 for any tenant but the operator, where there are tenants."""
+        if self and tenant != OPERATOR:
+            raise ApiError(
+                403, f"Only the tenant {OPERATOR!r} may ask this.", code="insufficient_permissions"
+            )
 
 
 def _digest(key: str) -> bytes:

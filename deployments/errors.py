@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import uuid
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from fastapi import FastAPI
@@ -25,7 +26,7 @@ from valuspec.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
-_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -78,11 +79,19 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, headers=headers)
 
 
-class RequestContext:
-    """ASGI middleware: request id in and out, a cap on the body, no exception past this point."""
+#: What is wrong with the Host among a request's headers, if anything.
+CheckHost = Callable[[Iterable[tuple[bytes, bytes]]], ApiError | None]
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, echo_request_id: bool) -> None:
+
+class RequestContext:
+    """ASGI middleware: request id in and out, a sane Host, a cap on the body, and no exception past
+    this point."""
+
+    def __init__(
+        self, app: ASGIApp, max_body_bytes: int, echo_request_id: bool, check_host: CheckHost
+    ) -> None:
         self._app = app
+        self._check_host = check_host
         self._echo_request_id = echo_request_id
         self._max_body_bytes = max_body_bytes
         self._too_large = f"The request body is larger than {max_body_bytes} bytes."
@@ -117,6 +126,9 @@ class RequestContext:
                 raise HTTPException(413, self._too_large)  # the one type FastAPI lets through
             return message
 
+        if (wrong := self._check_host(scope["headers"])) is not None:
+            await wrong.response()(scope, receive, send_with_id)
+            return
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > self._max_body_bytes:
             await ApiError(413, self._too_large).response()(scope, receive, send_with_id)
@@ -131,10 +143,15 @@ class RequestContext:
             await error.response()(scope, receive, send_with_id)
 
 
-def install(app: FastAPI, *, max_body_bytes: int, echo_request_id: bool) -> None:
+def install(
+    app: FastAPI, *, max_body_bytes: int, echo_request_id: bool, check_host: CheckHost
+) -> None:
     """Give `app` the middleware and the handlers that shape every error."""
     app.add_middleware(
-        RequestContext, max_body_bytes=max_body_bytes, echo_request_id=echo_request_id
+        RequestContext,
+        max_body_bytes=max_body_bytes,
+        echo_request_id=echo_request_id,
+        check_host=check_host,
     )
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(RequestError, _on_request_error)

@@ -8,16 +8,19 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
+from functools import partial
 from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
 from fastapi import Depends, FastAPI, Request
+from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from deployments import errors
 from deployments.auth import ApiKeys
 from deployments.errors import ApiError
+from deployments.exposure import check_exposure, check_host
 from deployments.failover import generate_through_losses
 from deployments.messages import Delta, ModelCard, Refusal, Reply
 from deployments.port import HandlePort, ReplicaLostError, TargetPort
@@ -38,12 +41,18 @@ PING_INTERVAL_S = 15.0
 
 
 def create_app(
-    target: TargetPort, args: AppArgs, keys: ApiKeys, *, echo_request_id: bool = True
+    target: TargetPort,
+    args: AppArgs,
+    keys: ApiKeys,
+    *,
+    echo_request_id: bool = True,
+    local_only: bool = False,
 ) -> FastAPI:
     """The HTTP app. Once keys are configured, every route of it needs one; /health is none of its
     API routes. There is no /docs and no /openapi.json.
 
     echo_request_id: False behind a proxy that adds the x-request-id header to answers itself
+    local_only:      refuse requests that know this machine by another name than its own
     """
     app = FastAPI(
         title="ValuSpec",
@@ -52,7 +61,12 @@ def create_app(
         redoc_url=None,
         openapi_url=None,
     )
-    errors.install(app, max_body_bytes=args.max_body_bytes, echo_request_id=echo_request_id)
+    errors.install(
+        app,
+        max_body_bytes=args.max_body_bytes,
+        echo_request_id=echo_request_id,
+        check_host=partial(check_host, local_only=local_only),
+    )
 
     async def health(_: Request) -> Response:
         await target.check_ready()
@@ -146,13 +160,18 @@ def _add_routes(app: FastAPI, target: TargetPort, args: AppArgs, keys: ApiKeys) 
         return {"prompt": await target.decode(body.tokens)}
 
     @app.get("/v1/valuspec/stats")
-    async def stats() -> dict[str, Any]:
-        """Counters of one replica since it started; Ray's metrics cover all of them."""
+    async def stats(tenant: Tenant) -> dict[str, Any]:
+        """Counters of one replica since it started; Ray's metrics cover all of them.
+
+        They are those of all tenants, whose doings must not show to each other.
+        """
+        keys.require_operator(tenant)
         return await target.stats()
 
     @app.get("/v1/valuspec/thresholds")
-    async def thresholds() -> dict[str, Any]:
+    async def thresholds(tenant: Tenant) -> dict[str, Any]:
         """The set one replica uses and why, what is published, and what the others use."""
+        keys.require_operator(tenant)
         return await target.thresholds()
 
     @app.post("/v1/valuspec/filter")
@@ -228,6 +247,12 @@ def _model_object(card: ModelCard) -> dict[str, Any]:
     }
 
 
+def _listening_host() -> str | None:
+    """Where Serve's proxies listen. None, any address, where Serve does not say."""
+    client = _get_global_client()
+    return client.http_config.host if client is not None else None
+
+
 class Gateway:
     """The ingress deployment: `create_app` over the handles of the deployments behind it."""
 
@@ -238,7 +263,14 @@ class Gateway:
         self._port = HandlePort(target, valuation)
         # Read here, in the replica: keys must not travel through Serve's configuration.
         self._keys = ApiKeys.from_environment()
+        check_exposure(_listening_host(), self._keys, insecure=args.insecure)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         # Serve's HTTP server adds the request id to every answer.
-        return create_app(self._port, self._args, self._keys, echo_request_id=False)
+        return create_app(
+            self._port,
+            self._args,
+            self._keys,
+            echo_request_id=False,
+            local_only=not self._keys and not self._args.insecure,
+        )

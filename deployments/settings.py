@@ -42,6 +42,8 @@ class AppArgs(BaseModel):
     max_choices: int = Field(default=64, ge=1)
     """Greatest prompts times n of one HTTP request."""
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
+    insecure: bool = False
+    """Listen beyond this machine although API keys or Ray's token are missing."""
 
     retrieval: bool = True
     redis_url: str | None = None

@@ -1,14 +1,14 @@
 """Serve a model on this machine: a local Ray, the Serve app, and a Valkey for draft trees.
 
-Nothing listens beyond this machine unless --host says so. API keys come from VALUSPEC_API_KEYS
-("tenant:key" or "key", comma separated) or the file named by VALUSPEC_API_KEYS_FILE (one a line);
-with REDIS_URL set, draft trees are kept there in place of a Valkey of our own.
+Nothing listens beyond this machine unless --host says so, and then only with API keys, which come
+from VALUSPEC_API_KEYS ("tenant:key" or "key", comma separated) or the file named by
+VALUSPEC_API_KEYS_FILE (one a line). With REDIS_URL set, draft trees are kept there in place of a
+Valkey of our own.
 """
 
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import os
 import signal
 import socket
@@ -17,6 +17,7 @@ import threading
 from pathlib import Path
 
 from deployments.auth import ApiKeys
+from deployments.exposure import ExposedError, check_exposure
 from deployments.settings import AppArgs
 from retrieval.locations import cache_folder
 
@@ -71,6 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-retrieval", action="store_true", help="do not store or look up draft trees"
     )
 
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="listen beyond this machine although API keys or Ray's token are missing",
+    )
+
 
 def run(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C or SIGTERM; return the exit code."""
@@ -90,18 +97,15 @@ def run(options: argparse.Namespace) -> int:
             # Replicas run in folders of their own.
             log_dir=None if options.log is None else str(options.log.absolute()),
             log_opt_out=tuple(options.log_opt_out),
+            insecure=options.insecure,
         )
         keys = ApiKeys.from_environment()
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # inherited by all processes of Ray
+        check_exposure(options.host, keys, insecure=options.insecure)
         _check_port(options.host, options.port)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ExposedError) as error:
         print(f"valuspec serve: {error}", file=sys.stderr)
         return 2
-    if not keys and not ipaddress.ip_address(_address(options.host)).is_loopback:
-        print(
-            f"WARNING: {options.host} can be reached from other machines and no API key is set "
-            "(VALUSPEC_API_KEYS).",
-            file=sys.stderr,
-        )
     try:
         return _serve(args, options.host, options.port)
     except KeyboardInterrupt:
@@ -111,7 +115,6 @@ def run(options: argparse.Namespace) -> int:
 def _serve(args: AppArgs, host: str, port: int) -> int:
     """Start everything, wait for KeyboardInterrupt, stop everything."""
     # Read by Ray when it is imported, and inherited by all of its processes.
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Despite its name, this is what keeps Ray's own ports on the loopback address.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
@@ -154,10 +157,6 @@ curl {url}/v1/chat/completions -H 'content-type: application/json' \\
   -d '{{"model": "{args.model_name}", "temperature": 0,
        "messages": [{{"role": "user", "content": "What is a draft tree?"}}]}}'
 """
-
-
-def _address(host: str) -> str:
-    return str(socket.getaddrinfo(host, None)[0][4][0])
 
 
 def _check_port(host: str, port: int) -> None:

@@ -103,7 +103,10 @@ class Site:
         self.store.start()
         os.environ |= {
             "VALUSPEC_CACHE": str(self.folder / "cache"),
-            "VALUSPEC_API_KEYS": ",".join(f"{name}:{key}" for name, key in KEYS.items()),
+            # Only the operator may read counters; here that is a.
+            "VALUSPEC_API_KEYS": ",".join(
+                f"{'operator' if name == 'a' else name}:{key}" for name, key in KEYS.items()
+            ),
             "RAY_REDIS_ADDRESS": f"127.0.0.1:{self.state_port}",
             # Faults are what the tests inject; a machine full of other work is none of them.
             "RAY_memory_monitor_refresh_ms": "0",

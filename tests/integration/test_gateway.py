@@ -307,6 +307,41 @@ def test_every_route_but_health_needs_a_key(port) -> None:
             assert client.get(path, follow_redirects=False).status_code in (307, 401, 404), path
 
 
+def test_only_the_operator_sees_what_concerns_all_tenants(port) -> None:
+    with TestClient(create_app(port, ARGS, ApiKeys(["acme:k1", "operator:k2"]))) as client:
+        for path in ("/v1/valuspec/stats", "/v1/valuspec/thresholds"):
+            refused = client.get(path, headers={"authorization": "Bearer k1"})
+            check_error(refused, 403, code="insufficient_permissions")
+            shown = client.get(path, headers={"authorization": "Bearer k2"})
+            assert shown.status_code == 200
+
+
+@pytest.mark.fault(47)
+@pytest.mark.parametrize("host", ["a/?x=", "a b", "evil.com@b", "[::1", "a:b", "", "a,b"])
+def test_a_host_that_is_none_is_refused(client, host) -> None:
+    check_error(client.get("/v1/models", headers={"host": host}), 400, code="invalid_host")
+    check_error(client.get("/health", headers={"host": host}), 400, code="invalid_host")
+
+
+def test_a_keyless_server_answers_to_its_own_names_only(port) -> None:
+    """A page that points a name of its own at 127.0.0.1 cannot help sending that name."""
+    with TestClient(create_app(port, ARGS, ApiKeys([]), local_only=True)) as client:
+        for host in ("localhost:8000", "LOCALHOST", "127.0.0.1:8000", "[::1]:8000", "10.0.0.7"):
+            assert client.get("/v1/models", headers={"host": host}).status_code == 200, host
+        for host in ("evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example"):
+            check_error(client.get("/v1/models", headers={"host": host}), 421, code="unknown_host")
+
+
+@pytest.mark.fault(46)
+def test_deep_nesting_and_giant_numbers_are_invalid_requests(client) -> None:
+    for value in ("[" * 2000 + "]" * 2000, '{"a":' * 700 + "1" + "}" * 700, "[" * 4000, "9" * 4000):
+        for field in ("prompt", "user", "stop", "metadata", "stream_options", "max_tokens"):
+            body = f'{{"prompt": "a", "max_tokens": 1, "{field}": {value}}}'
+            response = client.post("/v1/completions", content=body[:4096])
+            assert response.status_code in (200, 400), (field, response.text)
+            assert "Traceback" not in response.text
+
+
 def test_tenants_have_namespaces_of_their_own(port) -> None:
     seen = []
     add = port.engine.add

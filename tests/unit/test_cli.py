@@ -41,6 +41,24 @@ def test_serve_refuses_a_taken_port_and_bad_values_before_starting_anything(caps
     assert "max_batch_size" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("environment", "missing"),
+    [
+        ({}, "no API keys"),
+        ({"VALUSPEC_API_KEYS": "a:k", "RAY_AUTH_MODE": "disabled"}, "no Ray's token"),
+    ],
+)
+def test_serve_refuses_to_be_open_to_other_machines(
+    environment, missing, capsys, monkeypatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["serve", "--host", "0.0.0.0"]) == 2
+    error = capsys.readouterr().err
+    assert missing in error
+    assert "--insecure" in error
+
+
 def test_serve_refuses_a_key_variable_without_keys(capsys, monkeypatch) -> None:
     monkeypatch.setenv("VALUSPEC_API_KEYS", " ")
     assert main(["serve"]) == 2
