@@ -128,6 +128,10 @@ class ThresholdSet:
         tables = [b.stream_tok_s * b.cost.table(MAX_NODES + 1) for b in self._local_buckets]
         return np.stack([t - t[0] for t in tables])
 
+    def tokens_of(self, seconds: float, *, batch_size: int) -> float:
+        """Tokens one request gains in so many seconds: what work that takes them must bring."""
+        return seconds * self._local_buckets[self.bucket_index(batch_size)].stream_tok_s
+
     def plain_step_s(self, batch_size: int) -> float:
         """Seconds a step of a batch takes without any draft."""
         return self._local_buckets[self.bucket_index(batch_size)].cost.seconds[0]

@@ -20,7 +20,14 @@ from valuspec.jit import kernel
 from valuspec.thresholds import MAX_NODES, BatchBucket, ThresholdSet
 from valuspec.tree import DraftTree
 
-__all__ = ["BatchBucket", "ThresholdSet", "keep", "prune_retrieved", "values"]
+__all__ = [
+    "BatchBucket",
+    "ThresholdSet",
+    "expected_gain",
+    "keep",
+    "prune_retrieved",
+    "values",
+]
 
 FloatArray = NDArray[np.float32]
 IntArray = NDArray[np.int32]
@@ -48,6 +55,15 @@ def keep(
         thresholds.prices[bucket],
         min(max_nodes, MAX_NODES),
     )
+
+
+def expected_gain(candidate: CandidateTree, thresholds: ThresholdSet, *, batch_size: int) -> float:
+    """Tokens that the nodes worth verifying are expected to bring beyond their price."""
+    bucket = thresholds.bucket_index(batch_size)
+    value = np.sort(values(candidate, thresholds))[::-1][:MAX_NODES]
+    value = value[value >= thresholds.buckets[bucket].tau]
+    gains = np.cumsum(value) - thresholds.prices[bucket][1 : len(value) + 1]
+    return float(gains.max(initial=0.0))
 
 
 def prune_retrieved(tree: DraftTree, thresholds: ThresholdSet, similarity: float) -> IntArray:

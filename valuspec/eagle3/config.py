@@ -121,7 +121,8 @@ def _layer_ids(config: Mapping[str, Any], num_target_layers: int) -> tuple[int, 
         or not all(0 <= i < num_target_layers for i in ids)
     ):
         raise ModelError(
-            f"the head reads layers {ids}; three of the target's {num_target_layers}, ascending, expected"
+            f"the head reads layers {ids}; three of the target's {num_target_layers}, ascending, "
+            "expected"
         )
     return ids
 

@@ -65,9 +65,13 @@ class HeadDrafter:
         """Another sequence will have this place."""
         self._waiting.pop(place, None)
 
+    def ready(self, place: int) -> bool:
+        """Whether the sequence at this place has been observed since its last draft."""
+        return place in self._waiting
+
     @torch.inference_mode()
     def draft(self, places: Sequence[int], max_depths: Sequence[int]) -> list[HeadDraft]:
-        """Trees of the sequences at `places`; each has been observed since its last draft.
+        """Trees of the sequences at `places`; each must be ready.
 
         max_depths: most levels of each tree, at least 1
         """

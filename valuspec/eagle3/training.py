@@ -8,11 +8,30 @@ steps between: just what a chain of drafted tokens will see when it is accepted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
+from valuspec.eagle3.config import HeadConfig
 from valuspec.eagle3.head import DraftHead
+
+
+class Labelled(NamedTuple):
+    """One answer of the target, its prompt before it.
+
+    features: of the target, [num_tokens, 3 * hidden]
+    tokens:   int64 [num_tokens]
+    top_ids:  int64 [last rows, k], tokens the target held likeliest after each of the last rows;
+              the first of them is the prompt's last
+    top_p:    float [last rows, k], their probabilities
+    """
+
+    features: torch.Tensor
+    tokens: torch.Tensor
+    top_ids: torch.Tensor
+    top_p: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +54,29 @@ class Batch:
     label_ids: torch.Tensor
     label_p: torch.Tensor
     labelled: torch.Tensor
+
+    @classmethod
+    def of(cls, answers: Sequence[Labelled], t2d: torch.Tensor) -> Batch:
+        """Lay answers end to end.
+
+        t2d: int64 [vocabulary], draft id of each token; -1 where it has none
+        """
+        tokens = torch.cat([a.tokens for a in answers])
+        first = torch.tensor([0, *(len(a.tokens) for a in answers)]).cumsum(0)
+        width = answers[0].top_ids.shape[1]
+        label_ids = torch.full((len(tokens), width), -1)
+        label_p = torch.zeros(len(tokens), width)
+        anchors = []
+        for answer, end in zip(answers, first[1:].tolist(), strict=True):
+            begin = end - len(answer.top_ids)
+            ids = t2d[answer.top_ids]
+            p = answer.top_p * (ids >= 0)
+            label_ids[begin:end] = ids
+            label_p[begin:end] = p / p.sum(-1, keepdim=True).clamp(min=1e-6)
+            anchors.append(torch.arange(begin, end - 2))
+        features = torch.cat([a.features for a in answers])
+        return cls(features, tokens, first, torch.cat(anchors), label_ids, label_p,
+                   label_ids[:, 0] >= 0)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +209,40 @@ def acceptance(ranks: torch.Tensor, width: int) -> list[float]:
     return shares
 
 
-def cosine(step: int, total: int, warmup: int = 40) -> float:
-    """Learning rate's factor: a linear start, then a cosine down to a fiftieth."""
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = torch.tensor(min(1.0, (step - warmup) / max(1, total - warmup)))
-    return float(0.02 + 0.98 * 0.5 * (1 + torch.cos(torch.pi * progress)))
+def new_head(model: Any, vocabulary: torch.Tensor, layer_ids: tuple[int, ...]) -> DraftHead:
+    """A head to train for a transformers model of the Llama family, in fp32.
+
+    It begins with the model's own output layer for its vocabulary, int64 ascending, with the
+    feed-forward layer of the last block, and with the highest feature passed through.
+    """
+    config = model.config
+    hidden = config.hidden_size
+    head = DraftHead(
+        HeadConfig(
+            hidden_size=hidden,
+            target_hidden_size=hidden,
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_size=getattr(config, "head_dim", None) or hidden // config.num_attention_heads,
+            vocab_size=config.vocab_size,
+            draft_vocab_size=len(vocabulary),
+            layer_ids=layer_ids,
+            rms_norm_eps=config.rms_norm_eps,
+            rope={"rope_theta": config.rope_parameters["rope_theta"]},
+        ),
+        model.model.embed_tokens.weight,
+    )
+    last = model.model.layers[-1]
+    with torch.no_grad():
+        head.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
+        head.lm_head.weight.copy_(model.lm_head.weight[vocabulary])
+        head.norm.weight.copy_(model.model.norm.weight)
+        head.fc.weight.mul_(0.1)
+        head.fc.weight[:, -hidden:] += torch.eye(hidden)
+        layer = head.midlayer
+        layer.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight)
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            getattr(layer.mlp, name).weight.copy_(getattr(last.mlp, name).weight)
+    head.lm_head.requires_grad_(False)  # the target's own: little data cannot better it
+    return head

@@ -20,6 +20,7 @@ import torch
 from valuspec.cost import LiveCosts
 from valuspec.drafting.drafter import Drafter
 from valuspec.engine.block_pool import BlockPool, Key
+from valuspec.engine.head_source import HeadChoice, HeadSource
 from valuspec.engine.kv_cache import BLOCK
 from valuspec.engine.proposal import MAX_TREE_NODES, Filter, Proposer, keep_by_value
 from valuspec.engine.rows import SequenceRows
@@ -47,9 +48,11 @@ class Engine:
         node_filter: Filter = keep_by_value,
         kv_tokens: int | None = None,
         reuse_prefixes: bool = True,
+        head: HeadChoice | None = None,
     ) -> None:
         """kv_tokens: tokens whose keys and values the cache holds; what memory allows when None.
         reuse_prefixes: let requests of a namespace that begin alike share keys and values
+        head: a draft head of the target, to propose beside the drafter or alone
         """
         self.target = target
         self.drafter = drafter
@@ -72,11 +75,16 @@ class Engine:
         self._running: list[Sequence] = []  # in order of admission
         # In envelope mode all rows of a forward must fit the one width.
         self._row_limit = target.min_width if target.exact_mode == "envelope" else None
+        self._head: HeadSource | None = None
+        if head is not None:
+            self._head = HeadSource(head, tables, self.pool.num_blocks)
+            target.show_features(self._head.layer_ids)
         self._proposer = Proposer(
             max_depth=target.max_tree_depth,
             vocab_size=target.vocab_size,
             max_rows=self._row_limit,
             counters=self.counters,
+            head=self._head,
         )
 
     # ---- requests
@@ -258,6 +266,8 @@ class Engine:
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence out of the batch; its place and blocks are free."""
         self._running.remove(sequence)
+        if self._head is not None:
+            self._head.forget(sequence.place)
         self._free_places.append(sequence.place)
         self.pool.release(sequence.blocks)
         sequence.place, sequence.blocks, sequence.committed = -1, [], 0
@@ -306,6 +316,9 @@ class Engine:
             sequence.stats.prefill_s += elapsed
             if sequence.committed == sequence.context and not sequence.output_ids:
                 outputs.append(sequence.emit((self._choose(sequence, last, 0),)))
+        if self._head is not None and (features := self.target.features) is not None:
+            chunked = [(s, chunk) for (s, _), chunk in zip(filling, chunks, strict=True)]
+            self._head.observe_chunks(chunked, features[num_tree_rows:])
         return outputs
 
     def _accept(
@@ -321,6 +334,8 @@ class Engine:
         for sequence, tree in zip(sequences, trees, strict=True):
             verdicts.append(self._verify(sequence, tree, logits[offset : offset + len(tree)]))
             offset += len(tree)
+        if self._head is not None and (features := self.target.features) is not None:
+            self._head.observe_trees(sequences, trees, verdicts, features)
         self._commit(sequences, trees, verdicts)
         outputs = []
         for sequence, tree, verdict in zip(sequences, trees, verdicts, strict=True):

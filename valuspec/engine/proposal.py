@@ -15,13 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from valuspec.budget import share_budget
+from valuspec.engine.head_source import HeadSource
 from valuspec.engine.rows import SequenceRows
 from valuspec.engine.sequence import Sequence as Running
-from valuspec.evidence import CandidateTree
+from valuspec.evidence import CandidateTree, Evidence
 from valuspec.thresholds import ThresholdSet
 from valuspec.tree import DraftTree
 
 logger = logging.getLogger(__name__)
+
+NOTHING = CandidateTree(DraftTree.empty(), Evidence.of_tree(DraftTree.empty()))
 
 #: Largest candidate tree of one sequence.
 MAX_TREE_NODES = 64
@@ -47,15 +50,23 @@ class Proposer:
 
     max_depth: deepest tree the target can verify; vocab_size: of the target
     max_rows:  most rows of a step, pending tokens included; None for any number
+    head:      a draft head to ask as well, or alone
     """
 
     def __init__(
-        self, *, max_depth: int, vocab_size: int, max_rows: int | None, counters: Counter[str]
+        self,
+        *,
+        max_depth: int,
+        vocab_size: int,
+        max_rows: int | None,
+        counters: Counter[str],
+        head: HeadSource | None = None,
     ) -> None:
         self._max_depth = max_depth
         self._vocab_size = vocab_size
         self._max_rows = max_rows
         self._counters = counters
+        self._head = head
 
     def rows(self, sequences: Sequence[Running], node_filter: Filter) -> list[SequenceRows]:
         """Rows to verify: of each sequence its pending token and the nodes worth their cost."""
@@ -66,6 +77,8 @@ class Proposer:
         if most > 0:
             offers = [(i, self._draft(sequence)) for i, sequence in enumerate(sequences)]
             drafted = [(i, candidate) for i, candidate in offers if candidate is not None]
+            if drafted and self._head is not None:
+                drafted = self._ask_head(self._head, sequences, drafted)
             if drafted:
                 self._cut(sequences, drafted, node_filter, most, trees)
         return [
@@ -86,6 +99,8 @@ class Proposer:
         """Candidate tree of one sequence; None where it decodes without drafts."""
         if sequence.session is None or self._depth(sequence) <= 0:
             return None
+        if self._head is not None and self._head.alone:
+            return NOTHING
         started = time.perf_counter()
         try:
             candidate = sequence.session.propose(
@@ -97,6 +112,26 @@ class Proposer:
         sequence.stats.draft_s += time.perf_counter() - started
         sequence.stats.num_offered_nodes += len(candidate)
         return candidate
+
+    def _ask_head(
+        self,
+        head: HeadSource,
+        sequences: Sequence[Running],
+        drafted: Sequence[tuple[int, CandidateTree]],
+    ) -> list[tuple[int, CandidateTree]]:
+        """The candidates (index, tree) with what the head adds to them."""
+        started = time.perf_counter()
+        owners = [sequences[i] for i, _ in drafted]
+        candidates = [candidate for _, candidate in drafted]
+        try:
+            candidates = head.extend(owners, candidates, [self._depth(s) for s in owners])
+        except Exception as error:  # noqa: BLE001  (logged by _failed)
+            self._failed(owners[0], error)
+        elapsed = time.perf_counter() - started
+        for sequence, (_, before), candidate in zip(owners, drafted, candidates, strict=True):
+            sequence.stats.draft_s += elapsed / len(owners)
+            sequence.stats.num_offered_nodes += len(candidate) - len(before)
+        return [(i, candidate) for (i, _), candidate in zip(drafted, candidates, strict=True)]
 
     def _cut(
         self,

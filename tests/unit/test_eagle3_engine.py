@@ -1,0 +1,147 @@
+"""A draft head in the engine: the output is that of plain decoding, whatever the head says."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.eagle_heads import random_head, slow_log_p
+from tests.support.engines import engine_of, plain, random_prompt, request, run
+from tests.support.tiny_models import VOCAB, tiny_model, tiny_target, wrap
+from valuspec.eagle3.head import DraftHead
+from valuspec.eagle3.tree import TreeShape
+from valuspec.engine.engine import Engine
+from valuspec.engine.head_source import HeadChoice
+from valuspec.engine.kv_cache import own_blocks
+from valuspec.engine.proposal import keep_by_value
+from valuspec.engine.rows import SequenceRows
+from valuspec.engine.target import Target
+from valuspec.errors import ModelError
+
+LAYERS = {"num_hidden_layers": 4}
+Draft = Literal["eagle3", "hybrid"]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target(**LAYERS)
+
+
+def head_of(target: Target, seed: int = 0) -> DraftHead:
+    """A random head; its vocabulary is the target's, so that it is right now and then."""
+    head = random_head(
+        seed, hidden_size=64, target_hidden_size=64, vocab_size=VOCAB, draft_vocab_size=VOCAB
+    )
+    head.embedding = target._lean().embedding
+    with torch.no_grad():
+        head.d2t.zero_()
+    return head
+
+
+def engine_with(target: Target, draft: Draft, seed: int = 0, **options) -> Engine:
+    choice = HeadChoice(head_of(target, seed), draft, TreeShape(6, 3, 40), always=True)
+    return engine_of(target, head=choice, **options)
+
+
+@pytest.mark.parametrize("draft", ["eagle3", "hybrid"])
+def test_output_is_that_of_plain_decoding(target, draft) -> None:
+    prompts = [random_prompt(seed, 5 + 40 * seed) for seed in range(6)]
+    asked = [request(f"r{i}", p, max_tokens=40, ignore_eos=True) for i, p in enumerate(prompts)]
+    sampled = [request("s", prompts[0], max_tokens=30, temperature=1.0, seed=7)]
+    engine = engine_with(target, draft, max_batch_size=4)
+    results = run(engine, [*asked, *sampled])
+    assert engine.counters["draft_errors"] == 0
+    for r in [*asked, *sampled]:
+        assert results[r.request_id].visible == plain(target, r).visible
+    assert sum(r.stats.num_draft_tokens for r in results.values()) > 0
+
+
+def test_requests_that_give_way_and_come_back(target) -> None:
+    """Their blocks, and what the head had kept there, go to others in between."""
+    asked = [
+        request(f"r{i}", random_prompt(i, 50), max_tokens=60, ignore_eos=True) for i in range(5)
+    ]
+    engine = engine_with(target, "hybrid", max_batch_size=5, kv_tokens=6 * 128)
+    results = run(engine, asked)
+    assert sum(r.stats.num_preemptions for r in results.values()) > 0
+    assert engine.counters["draft_errors"] == 0
+    for r in asked:
+        assert results[r.request_id].token_ids == plain(target, r).token_ids
+
+
+def test_the_head_sees_the_features_of_every_token_in_order(target) -> None:
+    """After a step the next tree is the one that features computed afresh lead to."""
+    prompt = random_prompt(3, 150)
+    engine = engine_with(target, "eagle3", max_batch_size=1)
+    drafted = []
+    asked_for = engine._head._drafter.draft
+
+    def listen(places, depths):
+        drafted.append(asked_for(places, depths)[0])
+        return drafted[-1:]
+
+    engine._head._drafter.draft = listen
+    output = run(engine, [request("r", prompt, max_tokens=24, ignore_eos=True)])["r"]
+    head, context = head_of(target), [*prompt, *output.token_ids]
+    target.show_features(head.config.layer_ids)
+    counts = [1, *(np.cumsum(output.stats.accepted[:3]) + np.arange(2, 5))]
+    for count, draft in zip(counts, drafted, strict=False):
+        known = np.array(context[: len(prompt) + count - 1])
+        cache = target.new_cache(own_blocks(1, 256))
+        target.forward([SequenceRows.chain(0, 0, known)], cache)
+        features = target.features[: len(known)]
+        log_p = slow_log_p(head, features, context[1 : len(known) + 1], ())
+        likeliest = int(log_p.argmax())
+        roots = np.flatnonzero(draft.tree.parents < 0)
+        best = roots[np.argmax(draft.probability[roots])]
+        assert draft.tree.tokens[best] == likeliest
+        assert draft.probability[best] == pytest.approx(float(log_p.exp().max()), rel=1e-2)
+
+
+def test_features_are_what_the_layers_read() -> None:
+    model = tiny_model("llama", **LAYERS)
+    prompt = torch.arange(3, 20)
+    expected = model(prompt[None], output_hidden_states=True).hidden_states
+    target = wrap(model)
+    rows = [SequenceRows.chain(0, 0, prompt.numpy())]
+    before = target.forward(rows, target.new_cache(own_blocks(1, 64)))
+    target.show_features((1, 2, 3))
+    after = target.forward(rows, target.new_cache(own_blocks(1, 64)))
+    assert torch.equal(before, after)
+    seen = target.features[:17].chunk(3, dim=-1)
+    for layer, found in zip((1, 2, 3), seen, strict=True):
+        assert torch.allclose(found, expected[layer][0], atol=1e-4)
+
+
+def test_a_head_that_fails_costs_its_drafts_only(target) -> None:
+    engine = engine_with(target, "hybrid", max_batch_size=2)
+
+    def broken(*_):
+        raise RuntimeError("a head out of order")
+
+    engine._head._drafter.draft = broken
+    asked = request("r", random_prompt(1, 30), max_tokens=20, ignore_eos=True)
+    assert run(engine, [asked])["r"].token_ids == plain(target, asked).token_ids
+    assert engine.counters["draft_errors"] > 0
+
+
+def test_a_draft_is_left_out_while_it_does_not_pay(target) -> None:
+    choice = HeadChoice(head_of(target), "hybrid", TreeShape(4, 2, 16))
+    engine = engine_of(target, head=choice, max_batch_size=1, node_filter=keep_by_value)
+    head = engine._head
+    calls = []
+    drafts = head._drafter.draft
+    head._drafter.draft = lambda *args: calls.append(1) or drafts(*args)
+    head._added[:], head._seconds = 0.0, 10.0  # brings nothing, takes seconds
+    asked = request("r", random_prompt(1, 30), max_tokens=40, ignore_eos=True)
+    result = run(engine, [asked])["r"]
+    assert result.token_ids == plain(target, asked).token_ids
+    assert 0 < len(calls) <= result.stats.num_steps // 16 + 1
+
+
+def test_other_architectures_are_refused() -> None:
+    with pytest.raises(ModelError, match="Llama, Mistral, Qwen2 or Qwen3"):
+        tiny_target("gpt2").show_features((1, 2, 3))
