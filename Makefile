@@ -4,6 +4,7 @@
 #   make test               install into .venv, then run all tests
 #   make histories          10,000 random histories each of scheduler, cache blocks and engine
 #   make lint               formatting, lint and types
+#   make schemathesis       1,000 valid and 1,000 invalid requests per route of the HTTP API
 #   make clean              remove .venv and every cache in this folder
 #
 #   make serve EXTRA=gpu                      with faiss-gpu in place of faiss-cpu
@@ -23,7 +24,7 @@ CHECK := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 PYTHON = $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	if $$python -c '$(CHECK)' >/dev/null 2>&1; then echo $$python; break; fi; done)
 
-.PHONY: serve test histories lint clean
+.PHONY: serve test histories lint schemathesis clean
 .DEFAULT_GOAL := test
 
 serve: $(INSTALLED)
@@ -39,6 +40,11 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# A thousand valid and a thousand invalid requests per route; minutes.
+schemathesis: $(INSTALLED)
+	VALUSPEC_SCHEMATHESIS_EXAMPLES=1000 \
+		$(VENV)/bin/python -m pytest tests/contract/test_http_schema.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -261,10 +261,18 @@ class FilterRequest(BaseModel):
     """
 
     tokens: Annotated[list[TokenId], Field(max_length=MAX_FILTER_NODES)]
-    parents: Annotated[list[int], Field(max_length=MAX_FILTER_NODES)]
+    parents: Annotated[
+        list[Annotated[int, Field(ge=-1, lt=MAX_FILTER_NODES)]], Field(max_length=MAX_FILTER_NODES)
+    ]
     """-1 hangs off the context; otherwise the index of an earlier node."""
-    probabilities: list[Annotated[float, Field(ge=0, le=1)]] | None = None
-    counts: list[Annotated[int, Field(ge=1, lt=2**31)]] | None = None
+    probabilities: (
+        Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(max_length=MAX_FILTER_NODES)]
+        | None
+    ) = None
+    counts: (
+        Annotated[list[Annotated[int, Field(ge=1, lt=2**31)]], Field(max_length=MAX_FILTER_NODES)]
+        | None
+    ) = None
     batch_size: int = Field(default=1, ge=1)
     """Requests that share the target's forward: a node costs more when it is busy."""
     max_nodes: int = Field(default=64, ge=1, le=MAX_FILTER_NODES)

@@ -89,6 +89,8 @@ class FakeEngine:
         return len(self._running) - self.num_running
 
     def validate(self, request: GenerationRequest) -> None:
+        if any(token_id >= self.target.vocab_size for token_id in request.prompt_ids):
+            raise RequestError("token ids beyond the vocabulary", param="prompt")
         wanted = len(request.prompt_ids) + request.params.max_tokens
         if wanted > self.target.max_model_len:
             raise RequestError(
