@@ -16,7 +16,10 @@ COMMANDS = {
     "chat": ("deployments.commands.chat", "ask a running server one question"),
     "thresholds": ("deployments.commands.thresholds", "show, choose and roll back threshold sets"),
     "replay": ("jobs.commands.replay", "predict the gain from answers already given; no model"),
+    "eagle3": ("jobs.commands.eagle3", "train a draft head for a model"),
     "cost": ("jobs.commands.cost", "measure what a target forward costs on this machine"),
+    "ingest": ("jobs.commands.ingest", "store answers that were given before"),
+    "tenants": ("jobs.commands.tenants", "list tenants, and drop one completely"),
     "forget": ("jobs.commands.forget", "delete what is stored of one tenant"),
 }
 

@@ -15,6 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.messages import RetrievalReport
 from deployments.telemetry import Telemetry
+from retrieval.tenants import Owner
 from valuspec.errors import InvalidTreeError
 from valuspec.tree import DraftTree
 
@@ -64,7 +65,7 @@ class DraftStore:
         self._vocab_size = vocab_size
         self._k = k
         self._deadline_s = deadline_s
-        self._pending: asyncio.Queue[tuple[str, Sequence[int], Sequence[int]]] = asyncio.Queue(
+        self._pending: asyncio.Queue[tuple[Owner, Sequence[int], Sequence[int]]] = asyncio.Queue(
             MAX_PENDING_WRITES
         )
         self._writer: asyncio.Task[None] | None = None
@@ -123,22 +124,22 @@ class DraftStore:
         return True
 
     def write_back(
-        self, namespace: str, prompt_ids: Sequence[int], output_ids: Sequence[int]
+        self, owner: Owner, prompt_ids: Sequence[int], output_ids: Sequence[int]
     ) -> None:
         """Queue a finished greedy answer for storing; call from the event loop."""
         if self._writer is None:
             # Without a context of its own, every write would be logged under the first request.
             self._writer = asyncio.create_task(self._write_all(), context=Context())
         try:
-            self._pending.put_nowait((namespace, prompt_ids, output_ids))
+            self._pending.put_nowait((owner, prompt_ids, output_ids))
         except asyncio.QueueFull:
             self._telemetry.count("valuspec_write_back", outcome="dropped")
 
     async def _write_all(self) -> None:
         while True:
-            namespace, prompt_ids, output_ids = await self._pending.get()
+            owner, prompt_ids, output_ids = await self._pending.get()
             outcome = "error"
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(PATIENCE_S):
-                    outcome = str(await self._write.remote(namespace, prompt_ids, output_ids))
+                    outcome = str(await self._write.remote(owner, prompt_ids, output_ids))
             self._telemetry.count("valuspec_write_back", outcome=outcome)

@@ -14,6 +14,8 @@ from deployments.publishing import Polled, ReplicaReport, ThresholdDesk
 from deployments.settings import AppArgs
 from retrieval import RetrievalService, Retrieved
 from retrieval.locations import valkey_folder
+from retrieval.store import StoreError
+from retrieval.tenants import Owner, TenantRegistry
 from retrieval.threshold_store import ThresholdStore
 from valuspec.tree import DraftTree
 
@@ -31,6 +33,7 @@ class Retrieval:
         # faiss and redis are loaded by this deployment only.
         from retrieval.embedded import EmbeddedValkey
         from retrieval.faiss_index import FaissIndex
+        from retrieval.redis_documents import RedisDocuments
         from retrieval.redis_store import RedisStore
 
         url = args.redis_url or os.environ.get("REDIS_URL")
@@ -41,6 +44,8 @@ class Retrieval:
             url = self._server.url
         self._service = RetrievalService(RedisStore(url), FaissIndex, vocab_size=_ANY_VOCAB_SIZE)
         self._thresholds = ThresholdDesk(ThresholdStore.at(url))
+        self._documents = RedisDocuments(url)
+        self._tenants = TenantRegistry(self._documents)
 
     async def lookup(
         self, namespace: str, prompt_ids: tuple[int, ...], k: int, deadline_s: float
@@ -48,10 +53,15 @@ class Retrieval:
         return await self._service.lookup(namespace, prompt_ids, k, deadline_s)
 
     async def write_back(
-        self, namespace: str, prompt_ids: tuple[int, ...], output_ids: tuple[int, ...]
+        self, owner: Owner, prompt_ids: tuple[int, ...], output_ids: tuple[int, ...]
     ) -> str:
         """Store a finished greedy answer; return what became of it."""
-        return await self._service.write_back(namespace, prompt_ids, output_ids)
+        try:
+            await self._tenants.register(owner)
+        except StoreError as error:  # nothing is stored that could not be found again
+            logger.warning("answer not stored, its owner cannot be noted: %s", error)
+            return "error"
+        return await self._service.write_back(owner.namespace, prompt_ids, output_ids)
 
     async def recent(self, max_nodes: int) -> list[tuple[str, DraftTree]]:
         """What a new replica should know: (namespace, tree) of the newest answers."""
@@ -75,5 +85,6 @@ class Retrieval:
     async def __del__(self) -> None:
         await self._service.aclose()
         await self._thresholds.aclose()
+        await self._documents.aclose()
         if self._server is not None:
             self._server.stop()

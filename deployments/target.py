@@ -34,7 +34,7 @@ from deployments.replica_log import ReplicaLog
 from deployments.replica_thresholds import ReplicaThresholds
 from deployments.settings import AppArgs
 from deployments.telemetry import Telemetry
-from retrieval.namespace import namespace
+from retrieval.tenants import Owner
 from valuspec.engine.types import GenerationRequest, RequestStats, StepOutput
 from valuspec.errors import RequestError
 
@@ -53,6 +53,7 @@ class _Choice:
     """A choice being generated."""
 
     index: int
+    owner: Owner
     request: GenerationRequest
     retrieval: RetrievalReport
     output_ids: list[int] = field(default_factory=list)
@@ -207,9 +208,10 @@ class TargetReplica:
                 self._encode(prompt) if isinstance(prompt, str) else list(prompt)
                 for prompt in call.prompts
             ]
-        space = namespace(
+        owner = Owner(
             call.tenant, self._target.model_fingerprint, self._target.tokenizer_fingerprint
         )
+        space = owner.namespace
         choices: list[_Choice] = []
         for number, prompt_ids in enumerate(prompts):
             room = self._target.max_model_len - len(prompt_ids)
@@ -229,7 +231,7 @@ class TargetReplica:
                     resumed_ids=resumed_ids,
                 )
                 self._engine.validate(request)
-                choices.append(_Choice(index, request, retrieval, list(resumed_ids)))
+                choices.append(_Choice(index, owner, request, retrieval, list(resumed_ids)))
         return choices
 
     def _encode(self, prompt: str) -> list[int]:
@@ -296,7 +298,7 @@ class TargetReplica:
         """Store and log a whole greedy answer, off the path."""
         request, output_ids = choice.request, tuple(choice.output_ids)
         if self._drafts is not None:
-            self._drafts.write_back(request.namespace, request.prompt_ids, output_ids)
+            self._drafts.write_back(choice.owner, request.prompt_ids, output_ids)
         if not request.resumed_ids:  # of those, the first steps are unknown
             self._log.add(request, output_ids, finish_reason, stats)
 

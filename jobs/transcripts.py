@@ -72,7 +72,7 @@ def read_transcripts(paths: Sequence[Path], tokenizer: Tokenizer | None = None) 
     seen: set[str] = set()
     for line in _lines(paths):
         try:
-            id_, trajectory = _parse(line, tokenizer)
+            id_, trajectory = parse_line(line, tokenizer)
             if id_ is not None and id_ in seen:
                 raise UnusableLineError("duplicate id")
         except UnusableLineError as reason:
@@ -90,7 +90,7 @@ def _lines(paths: Sequence[Path]) -> Iterator[bytes]:
             yield from (line for line in file if line.strip())
 
 
-def _parse(line: bytes, tokenizer: Tokenizer | None) -> tuple[str | None, Trajectory]:
+def parse_line(line: bytes, tokenizer: Tokenizer | None) -> tuple[str | None, Trajectory]:
     """(id, trajectory) of one line, or raise UnusableLineError."""
     try:
         record = json.loads(line)

@@ -52,8 +52,16 @@ class Documents(Protocol):
         """
         ...
 
-    async def add_member(self, key: str, member: str) -> None:
+    async def delete(self, key: str) -> None:
+        """Delete a value or a set of names, if there is one."""
+        ...
+
+    async def add_members(self, key: str, *members: str) -> None:
         """Add to a set of names; a name that is in it already is ignored."""
+        ...
+
+    async def remove_members(self, key: str, *members: str) -> None:
+        """Remove from a set of names; a name that is not in it is ignored."""
         ...
 
     async def members(self, key: str) -> set[str]: ...
@@ -102,8 +110,15 @@ class InMemoryDocuments:
         self._values[key] = new
         return "done"
 
-    async def add_member(self, key: str, member: str) -> None:
-        self._sets[key].add(member)
+    async def delete(self, key: str) -> None:
+        self._values.pop(key, None)
+        self._sets.pop(key, None)
+
+    async def add_members(self, key: str, *members: str) -> None:
+        self._sets[key].update(members)
+
+    async def remove_members(self, key: str, *members: str) -> None:
+        self._sets[key].difference_update(members)
 
     async def members(self, key: str) -> set[str]:
         return set(self._sets[key])

@@ -81,8 +81,16 @@ class RedisDocuments:
             case reply:
                 raise StoreError("protocol", f"the swap script answered {reply!r:.40}")
 
-    async def add_member(self, key: str, member: str) -> None:
-        await guard(self._client().sadd(key, member))
+    async def delete(self, key: str) -> None:
+        await guard(self._client().unlink(key))
+
+    async def add_members(self, key: str, *members: str) -> None:
+        if members:
+            await guard(self._client().sadd(key, *members))
+
+    async def remove_members(self, key: str, *members: str) -> None:
+        if members:
+            await guard(self._client().srem(key, *members))
 
     async def members(self, key: str) -> set[str]:
         reply = await guard(self._client().smembers(key))

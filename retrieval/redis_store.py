@@ -84,6 +84,9 @@ class RedisStore:
         now = time.time()
         return [int(member) for member, expiry in await guard(call) if _lives(member, expiry, now)]
 
+    async def count(self, namespace: str) -> int:
+        return int(await guard(self._client().zcard(_listing_key(namespace))))
+
     async def listed(self, namespace: str, tree_ids: Sequence[int]) -> list[bool]:
         if not tree_ids:
             return []

@@ -50,6 +50,10 @@ class TreeStore(Protocol):
         evicted meanwhile."""
         ...
 
+    async def count(self, namespace: str) -> int:
+        """How many ids are listed; some may have expired or been evicted."""
+        ...
+
     async def listed(self, namespace: str, tree_ids: Sequence[int]) -> list[bool]:
         """Whether `tree_ids` would give each of these ids."""
         ...
@@ -89,6 +93,9 @@ class InMemoryStore:
         self._values = {key: value for key, value in self._values.items() if value[0] > now}
         newest_first = [id_ for name, id_ in reversed(self._values) if name == namespace]
         return newest_first[offset : offset + limit]
+
+    async def count(self, namespace: str) -> int:
+        return sum(name == namespace for name, _ in self._values)
 
     async def listed(self, namespace: str, tree_ids: Sequence[int]) -> list[bool]:
         now = self._clock()

@@ -166,8 +166,8 @@ class ThresholdStore:
         created = await self._documents.create(_set_key(version), content)
         if not created and await self._documents.read(_set_key(version)) != content:
             raise PublishRefusedError("conflict", f"{version} is kept with other content")
-        await self._documents.add_member(_sets_key(model), version)
-        await self._documents.add_member("vs:thresholds:models", model)
+        await self._documents.add_members(_sets_key(model), version)
+        await self._documents.add_members("vs:thresholds:models", model)
         return created
 
     async def activate(

@@ -255,5 +255,10 @@ def test_pages_of_ids_and_which_are_listed(run) -> None:
         assert await store.listed(NS, [3, 4, 99]) == [True, False, False]
         assert await store.listed("other", [3]) == [False]
         assert await store.listed(NS, []) == []
+        assert (await store.count(NS), await store.count("other")) == (9, 0)
+        await store.put_many(NS, {4: b"four", 20: b"twenty"})
+        await store.put_many(NS, {})
+        assert await store.fetch(NS, [4, 20]) == [b"four", b"twenty"]
+        assert await store.count(NS) == 11
 
     run(scenario)

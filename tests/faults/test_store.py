@@ -112,7 +112,7 @@ def test_another_tenant_learns_nothing(site: Site, oracles: Oracles) -> None:
 def test_a_flood_of_wrong_trees(site: Site, oracles: Oracles) -> None:
     """Each begins as the right answer does and goes wrong soon, under the prompt's own name."""
     stats = site.client.get("/v1/valuspec/stats").json()
-    space = namespace("a", stats["model_fingerprint"], stats["tokenizer_fingerprint"])
+    space = namespace("operator", stats["model_fingerprint"], stats["tokenizer_fingerprint"])
     rng = np.random.default_rng(0)
     prompts = [f"flooded {n}" for n in range(40)]
     plain = {prompt: site.plain(prompt) for prompt in prompts}

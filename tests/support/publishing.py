@@ -40,9 +40,9 @@ class FaultyDocuments(InMemoryDocuments):
         await self._before()
         return self._after(await super().swap(*args))
 
-    async def add_member(self, key: str, member: str) -> None:
+    async def add_members(self, key: str, *members: str) -> None:
         await self._before()
-        self._after(await super().add_member(key, member))
+        self._after(await super().add_members(key, *members))
 
     async def members(self, key: str) -> set[str]:
         await self._before()
