@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import httpx
 
@@ -42,16 +42,33 @@ class Timed:
 
 
 class Client(Protocol):
-    async def ask(self, prompt_ids: Sequence[int], *, speculative: bool) -> Timed:
+    async def ask(self, prompt_ids: Sequence[int]) -> Timed:
         """Greedy answer to a prompt; never raises for a failed request."""
         ...
 
 
-class HttpClient:
-    """A running app. Plain requests go into a cache of their own: nothing of theirs is reused."""
+#: How a client asks a server of this project. Plain requests use a cache of their own, so that
+#: neither kind finds what the other left behind.
+SPECULATIVE: Mapping[str, Any] = {"speculative": {"enabled": True}}
+PLAIN: Mapping[str, Any] = {"speculative": {"enabled": False}, "cache_salt": "plain"}
 
-    def __init__(self, url: str, max_tokens: int, api_key: str = "none") -> None:
-        self._max_tokens = max_tokens
+
+class HttpClient:
+    """A server with OpenAI's completions route that takes and returns token ids.
+
+    fields: of every request, besides the usual ones
+    """
+
+    def __init__(
+        self, url: str, max_tokens: int, fields: Mapping[str, Any], api_key: str = "none"
+    ) -> None:
+        self._body = {
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "return_token_ids": True,
+            **fields,
+        }
         self._http = httpx.AsyncClient(
             base_url=url,
             headers={"authorization": f"Bearer {api_key}"},
@@ -59,17 +76,8 @@ class HttpClient:
             limits=httpx.Limits(max_connections=256),
         )
 
-    async def ask(self, prompt_ids: Sequence[int], *, speculative: bool) -> Timed:
-        body = {
-            "prompt": list(prompt_ids),
-            "max_tokens": self._max_tokens,
-            "temperature": 0,
-            "stream": True,
-            "return_token_ids": True,
-            "speculative": {"enabled": speculative},
-        }
-        if not speculative:
-            body["cache_salt"] = "plain"
+    async def ask(self, prompt_ids: Sequence[int]) -> Timed:
+        body = self._body | {"prompt": list(prompt_ids)}
         answer = Timed()
         try:
             async with self._http.stream("POST", "/v1/completions", json=body) as response:
@@ -96,14 +104,17 @@ class HttpClient:
 
 
 class EngineClient:
-    """An engine on a thread of its own, as a replica runs it; `trees` by prompt."""
+    """An engine on a thread of its own, as a replica runs it.
+
+    trees: retrieved ones, by prompt; None for plain decoding
+    """
 
     def __init__(
         self,
         engine: Engine,
         max_tokens: int,
         namespace: str,
-        trees: Mapping[tuple[int, ...], Sequence[DraftTree]],
+        trees: Mapping[tuple[int, ...], Sequence[DraftTree]] | None,
     ) -> None:
         self._loop = EngineLoop(engine)
         self._max_tokens = max_tokens
@@ -111,12 +122,12 @@ class EngineClient:
         self._trees = trees
         self._count = 0
 
-    async def ask(self, prompt_ids: Sequence[int], *, speculative: bool) -> Timed:
+    async def ask(self, prompt_ids: Sequence[int]) -> Timed:
         self._count += 1
         request = GenerationRequest(
             request_id=str(self._count),
             prompt_ids=tuple(prompt_ids),
-            params=SamplingParams(max_tokens=self._max_tokens, speculative=speculative),
+            params=SamplingParams(max_tokens=self._max_tokens, speculative=self._trees is not None),
             namespace=self._namespace,
         )
         outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
@@ -127,7 +138,7 @@ class EngineClient:
             event_loop.call_soon_threadsafe(outputs.put_nowait, output)
 
         self._loop.submit([request], deliver)
-        if speculative:
+        if self._trees is not None:
             trees = list(self._trees.get(request.prompt_ids, ()))
             self._loop.attach_retrieved([request.request_id], trees)
         while True:

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from bench.clients import EngineClient, Timed
+from bench.closed_loop import Level, Turn, ask_all
 from bench.common import Prompt
-from bench.load import Level, Turn, ask_all
 from tests.support import engines
 from tests.support.tiny_models import tiny_target
 from valuspec.tree import DraftTree
@@ -33,10 +33,8 @@ def test_every_question_is_asked_once_with_either_kind_of_decoding(concurrency: 
         level = Level()
         for speculative, turns in ((False, level.plain), (True, level.speculative)):
             engine = engines.engine_of(target, max_batch_size=concurrency)
-            client = EngineClient(engine, 12, "default", trees)
-            turns.append(
-                await ask_all(client, prompts, concurrency, speculative=speculative, title="")
-            )
+            client = EngineClient(engine, 12, "default", trees if speculative else None)
+            turns.append(await ask_all(client, prompts, concurrency, title=""))
             await client.aclose()
         return level
 
