@@ -50,20 +50,14 @@ def train(target_name: str, prompt_files: Sequence[Path], out: Path, plan: Plan)
     Raises ModelError for a target that has no features to learn from.
     """
     out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)  # a resumed run begins with the same random weights
     model, tokenizer = load_model(target_name, torch.bfloat16)
     layer_ids = default_layer_ids(model.config.num_hidden_layers)
-    if (folder := out / "vocabulary.json").exists():
-        vocabulary = torch.tensor(json.loads(folder.read_text()))
-        head = new_head(model, vocabulary, layer_ids)
-        target = Target.from_model(model, tokenizer)
-        answers = generate(target, read_prompts(prompt_files, target), plan.max_tokens, out)
-    else:  # the head borrows from the model, and its vocabulary is known after the answers
-        raw, _ = load_model(target_name, torch.bfloat16)
-        target = Target.from_model(model, tokenizer)
-        answers = generate(target, read_prompts(prompt_files, target), plan.max_tokens, out)
-        vocabulary = draft_vocabulary(answers, plan.draft_vocab_size, target.vocab_size)
-        folder.write_text(json.dumps(vocabulary.tolist()))
-        head = new_head(raw, vocabulary, layer_ids)
+    lent, _ = load_model(target_name, torch.bfloat16)  # the target repacks the weights of its own
+    target = Target.from_model(model, tokenizer)
+    answers = generate(target, read_prompts(prompt_files, target), plan.max_tokens, out)
+    vocabulary = draft_vocabulary(answers, plan.draft_vocab_size, target.vocab_size)
+    head = new_head(lent, vocabulary, layer_ids)
     paths = features(target, answers, layer_ids, out / "features")
     labelled = [answer for path in paths for answer in load(path)]
     held_out = max(1, round(HELD_OUT * len(labelled)))
@@ -151,7 +145,7 @@ class Trainer:
         with torch.autocast("cpu", torch.bfloat16):
             unrolled = unroll(self._head, batch, self._plan.num_steps)
         self._optimizer.zero_grad()
-        unrolled.loss.backward()
+        unrolled.loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._trained.values(), CLIP)
         self._optimizer.step()
         return float(unrolled.loss.detach()), unrolled.ranks
