@@ -3,11 +3,14 @@
 #   make serve              install into .venv, then serve SmolLM2 on http://127.0.0.1:8000
 #   make test               install into .venv, then run all tests
 #   make histories          10,000 random histories each of scheduler, cache blocks and engine
+#   make faults             every fault case against real processes; writes docs/reliability.md
+#   make fuzz               10 million mutated blobs for the tree codec (CASES=1e5 for fewer)
 #   make lint               formatting, lint and types
 #   make schemathesis       1,000 valid and 1,000 invalid requests per route of the HTTP API
 #   make clean              remove .venv and every cache in this folder
 #
 #   make serve EXTRA=gpu                      with faiss-gpu in place of faiss-cpu
+#   make serve DRAFT=hybrid                   propose with a draft head as well (eagle3: alone)
 #   make serve ARGS="--model FOLDER"          pass options on; see `.venv/bin/valuspec serve --help`
 #
 # pip takes torch from wherever it is configured to. On a machine without a GPU the plain package
@@ -16,6 +19,7 @@
 
 EXTRA ?= cpu
 ARGS ?=
+DRAFT ?= retrieval
 
 VENV := .venv
 HISTORIES := $(patsubst %,tests/unit/test_%.py,scheduler block_pool engine_histories)
@@ -24,17 +28,24 @@ CHECK := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 PYTHON = $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	if $$python -c '$(CHECK)' >/dev/null 2>&1; then echo $$python; break; fi; done)
 
-.PHONY: serve test histories lint schemathesis clean
+.PHONY: serve test histories faults fuzz lint schemathesis clean
 .DEFAULT_GOAL := test
 
 serve: $(INSTALLED)
-	$(VENV)/bin/valuspec serve $(ARGS)
+	$(VENV)/bin/valuspec serve --draft $(DRAFT) $(ARGS)
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 histories: $(INSTALLED)
 	VALUSPEC_HISTORIES=10000 $(VENV)/bin/python -m pytest $(HISTORIES)
+
+faults: $(INSTALLED)
+	$(VENV)/bin/python -m pytest -p tests.support.fault_report -m fault \
+		--fault-table docs/reliability.md -q -W ignore $(ARGS)
+
+fuzz: $(INSTALLED)
+	$(VENV)/bin/python -m pytest tests/fuzz -m 'slow or not slow' -q -s $(ARGS)
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from typing import Any
 
 import pytest
-import ray
 from ray import serve
 
 from tests.faults.conftest import Oracles
@@ -34,8 +34,6 @@ def test_a_replica_killed_in_mid_stream(site: Site, oracles: Oracles, sampling: 
 @pytest.mark.fault(18)
 def test_a_whole_answer_survives_its_replica(site: Site, oracles: Oracles) -> None:
     """Not streamed: the client sees one answer, two replicas made it."""
-    import threading
-
     whole = site.plain("twice", max_tokens=LONG)
     answers: list[Any] = []
     asking = threading.Thread(
@@ -106,7 +104,8 @@ def test_a_build_that_cannot_start_does_not_replace_the_one_that_runs(
 def test_a_rollout_lets_answers_end(site: Site, oracles: Oracles) -> None:
     """New replicas replace the old ones, which finish what they have begun."""
     site.plain("eight", max_tokens=LONG)
-    with oracles.beside(killed=2):
-        site.check_long_stream("eight", lambda: site.deploy(max_waiting=9))
+    rollout = threading.Thread(target=lambda: site.deploy(max_waiting=9))
+    with oracles.beside(killed=2, patience_s=400):
+        site.check_long_stream("eight", rollout.start)
+        rollout.join()
     site.deploy()
-    assert ray.is_initialized()
