@@ -202,6 +202,7 @@ class TargetReplica:
     def _choices(self, call: GenerateCall) -> list[_Choice]:
         """Tokenise and check every choice before any is admitted. Raises RequestError."""
         if call.messages is not None:
+            self._check_length("".join(message["content"] for message in call.messages))
             prompts = [self._target.render_chat(list(call.messages))]
         else:
             prompts = [
@@ -235,7 +236,11 @@ class TargetReplica:
         return choices
 
     def _encode(self, prompt: str) -> list[int]:
-        """Token ids; raises RequestError for a text far too long without tokenising all of it."""
+        self._check_length(prompt)
+        return self._target.encode(prompt)
+
+    def _check_length(self, prompt: str) -> None:
+        """Raise RequestError for a text far too long, without tokenising all of it."""
         limit = self._target.max_model_len
         if len(prompt) > limit * _CHARS_TO_TRY:
             num_tokens = len(self._target.encode(prompt[: limit * _CHARS_TO_TRY]))
@@ -246,7 +251,6 @@ class TargetReplica:
                     param="prompt",
                     code="context_length_exceeded",
                 )
-        return self._target.encode(prompt)
 
     def _start_lookups(self, choices: list[_Choice]) -> list[asyncio.Task[None]]:
         """One lookup per prompt, beside prefill."""

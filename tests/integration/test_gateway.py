@@ -163,7 +163,10 @@ def test_a_text_far_too_long_is_not_tokenised_whole(client, port) -> None:
         complete(client, "x" * 4000), 400, code="context_length_exceeded", param="prompt"
     )
     assert "128" in error["message"]
-    assert max(lengths) < 4000
+    messages = [{"role": "user", "content": "x" * 1900}] * 2
+    response = client.post("/v1/chat/completions", json={"messages": messages})
+    check_error(response, 400, code="context_length_exceeded", param="messages")
+    assert max(lengths) < 1900
 
 
 @pytest.mark.fault(46)
