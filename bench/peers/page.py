@@ -171,12 +171,12 @@ def _warmth(book: Book) -> list[str]:
 
 
 def _tasks(book: Book) -> str:
-    by_system = {s: book.by_task(s.name) for s in book.systems()}
+    by_system = {s.title: book.by_task(s.name) for s in book.systems()}
     tasks = sorted({task for found in by_system.values() for task in found})
     if not tasks:
         return "Not measured."
     rows = [
-        [s.title, *(_number(f.get(t), ".1f") for t in tasks)] for s, f in by_system.items() if f
+        [title, *(_number(f.get(t), ".1f") for t in tasks)] for title, f in by_system.items() if f
     ]
     return "Tokens per second, one stream:\n\n" + table(["", *tasks], rows)
 

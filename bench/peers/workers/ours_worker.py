@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from valuspec.engine.measure import measure_cost
 from valuspec.engine.proposal import Filter, keep_by_value
 from valuspec.engine.target import Target
 from valuspec.engine.types import GenerationRequest, SamplingParams
+from valuspec.errors import ThresholdError
 from valuspec.evidence import CandidateTree
 from valuspec.replay import Trajectory
 from valuspec.thresholds import ThresholdSet
@@ -106,7 +108,7 @@ class Ours:
             self._engine = Engine(
                 target,
                 drafter=drafter,
-                thresholds=self._threshold_set(count),
+                thresholds=self._threshold_set(0 if peer or mode == "plain" else count),
                 max_batch_size=self._max_streams,
                 node_filter=everything if peer else FILTERS.get(mode, keep_by_value),
                 kv_tokens=self._max_streams * 4096,
@@ -187,25 +189,27 @@ class Ours:
         return self._indexes[count]
 
     def _threshold_set(self, count: int) -> ThresholdSet:
-        """Calibrated with so many earlier requests; the shipped set where there are none."""
+        """Calibrated with so many earlier requests; the shipped set where that cannot be done."""
         if count not in self._thresholds:
             found = ThresholdSet.starting(self._target.model_fingerprint)
-            if count and self._calibration:
-                drafter = self._drafter("filtered", self._earlier[:count], {})
-                index = self._retrieval(count)
-                found = calibrate(
-                    [
-                        Trajectory(t.prompt_ids, t.output_ids, t.max_tokens,
-                                   tuple(index.lookup(t, TREES)), NAMESPACE)
-                        for t in self._calibration
-                    ],
-                    drafter,
-                    self._costs,
-                    model_fingerprint=self._target.model_fingerprint,
-                    provenance={"made_by": "bench.peers"},
-                )  # fmt: skip
+            if count:
+                with suppress(ThresholdError):  # too few answers to learn from
+                    found = self._calibrate(count)
             self._thresholds[count] = found
         return self._thresholds[count]
+
+    def _calibrate(self, count: int) -> ThresholdSet:
+        index = self._retrieval(count)
+        return calibrate(
+            [
+                replace(answer, retrieved=tuple(index.lookup(answer, TREES)))
+                for answer in self._calibration
+            ],
+            self._drafter("filtered", self._earlier[:count], {}),
+            self._costs,
+            model_fingerprint=self._target.model_fingerprint,
+            provenance={"made_by": "bench.peers"},
+        )
 
 
 def _trajectory(prompt: list[int]) -> Trajectory:
