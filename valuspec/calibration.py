@@ -50,13 +50,27 @@ def calibrate(
     rounds: where a step begins depends on what the step before had accepted, hence on the
     thresholds; each round counts along the steps of the set before it.
     """
-    drafted = Drafted(trajectories, drafter)
+    return calibrate_drafted(
+        Drafted(trajectories, drafter),
+        costs,
+        model_fingerprint=model_fingerprint,
+        provenance=provenance,
+        rounds=rounds,
+    )
+
+
+def calibrate_drafted(
+    drafted: Drafted,
+    costs: Mapping[int, CostStaircase],
+    *,
+    model_fingerprint: str,
+    provenance: Mapping[str, Any],
+    rounds: int = 3,
+) -> ThresholdSet:
+    """As `calibrate`, for trees that are drafted already."""
     seen, taken = drafted.transfers(drafted.walk(None))
     if seen.sum() < MIN_LABELS:
-        raise ThresholdError(
-            f"{seen.sum()} labelled edges in {len(trajectories)} trajectories; "
-            f"at least {MIN_LABELS} needed"
-        )
+        raise ThresholdError(f"{seen.sum()} labelled edges; at least {MIN_LABELS} needed")
     buckets = tuple(
         BatchBucket(size, 0.0, 1.0 / cost.seconds[0], cost) for size, cost in sorted(costs.items())
     )

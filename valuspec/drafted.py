@@ -7,7 +7,7 @@ position once; what remains of a replay is to value, to keep and to count.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from valuspec.cost import CostStaircase
 from valuspec.drafting.drafter import Drafter
-from valuspec.evidence import NUM_CODES, signatures
+from valuspec.evidence import NUM_CODES, CandidateTree, signatures
 from valuspec.replay import Trajectory, labels, offers
 from valuspec.thresholds import ThresholdSet
 from valuspec.valuation import path_products, walk
@@ -24,6 +24,8 @@ MAX_NODES = 64
 """Most nodes offered in a step, as in the engine."""
 
 IntArray = NDArray[np.int64]
+Offer = tuple[CandidateTree, NDArray[np.int32]]
+"""A candidate tree, and what the target goes on with where it was offered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +40,13 @@ class Walk:
     """Nodes the target accepts."""
     num_tokens: int
     """Output tokens in all, those of prefill not counted."""
+    draft_s: float = 0.0
+    """Seconds it takes to draft for a step."""
 
     def tok_s(self, cost: CostStaircase) -> float:
         """Tokens per second of one request at this verify cost."""
         seconds = float(cost.table(MAX_NODES + 1)[self.kept].sum())
+        seconds += self.draft_s * len(self.kept)
         return self.num_tokens / seconds if seconds else 0.0
 
 
@@ -50,17 +55,31 @@ class Drafted:
 
     def __init__(self, trajectories: Sequence[Trajectory], drafter: Drafter) -> None:
         """Draft everything; the trajectories must not be in the drafter's store."""
+        self._lay_out(offers(t, drafter, max_nodes=MAX_NODES) for t in trajectories)
+
+    @classmethod
+    def of_offers(cls, trajectories: Iterable[Iterable[Offer]], *, draft_s: float = 0.0) -> Drafted:
+        """Of candidate trees from anywhere: per answer, one for each output position after the
+        first, with what the target goes on with there. `draft_s`: seconds to make one."""
+        drafted = cls.__new__(cls)
+        drafted._lay_out(trajectories, draft_s)
+        return drafted
+
+    def _lay_out(self, trajectories: Iterable[Iterable[Offer]], draft_s: float = 0.0) -> None:
         codes, parents, tested, taken = [], [], [], []
         sizes, lengths = [0], []
-        for trajectory in trajectories:
-            for candidate, future in offers(trajectory, drafter, max_nodes=MAX_NODES):
+        for offered in trajectories:
+            length = 0
+            for candidate, future in offered:
                 reached, followed = labels(candidate, future)
                 codes.append(signatures(candidate.evidence).astype(np.uint16))
                 parents.append(candidate.tree.parents.astype(np.int16))
                 tested.append(reached)
                 taken.append(followed)
                 sizes.append(len(candidate))
-            lengths.append(max(0, len(trajectory.output_ids) - 1))
+                length += 1
+            lengths.append(length)
+        self._draft_s = draft_s
         self._codes = np.concatenate([np.empty(0, np.uint16), *codes])
         self._parents = np.concatenate([np.empty(0, np.int16), *parents])
         self._tested = np.concatenate([np.empty(0, bool), *tested])
@@ -78,7 +97,8 @@ class Drafted:
             prices = thresholds.prices[index]
         steps = walk(self._codes, self._parents, self._taken, self._first_node, self._ends,
                      rates, tau, prices, MAX_NODES)  # fmt: skip
-        return Walk(*steps, num_tokens=int(self._ends[-1]) if len(self._ends) else 0)
+        num_tokens = int(self._ends[-1]) if len(self._ends) else 0
+        return Walk(*steps, num_tokens=num_tokens, draft_s=self._draft_s)
 
     def transfers(self, walk: Walk) -> tuple[IntArray, IntArray]:
         """(edges put to the test, edges taken) by signature, int64 [NUM_CODES] each."""

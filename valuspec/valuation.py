@@ -26,6 +26,7 @@ __all__ = [
     "expected_gain",
     "keep",
     "prune_retrieved",
+    "select",
     "values",
 ]
 
@@ -48,13 +49,17 @@ def keep(
     Nodes are taken by falling value. Of all prefixes of that order, the one is kept whose
     expected tokens exceed the price of its verify cost by most; nodes below tau never count.
     """
+    value = values(candidate, thresholds)
+    return select(value, thresholds, batch_size=batch_size, max_nodes=max_nodes)
+
+
+def select(
+    value: FloatArray, thresholds: ThresholdSet, *, batch_size: int, max_nodes: int
+) -> IntArray:
+    """As `keep`, for nodes whose values [num_nodes] are known."""
     bucket = thresholds.bucket_index(batch_size)
-    return _keep(
-        values(candidate, thresholds),
-        thresholds.buckets[bucket].tau,
-        thresholds.prices[bucket],
-        min(max_nodes, MAX_NODES),
-    )
+    tau, prices = thresholds.buckets[bucket].tau, thresholds.prices[bucket]
+    return _keep(value, tau, prices, min(max_nodes, MAX_NODES))
 
 
 def expected_gain(candidate: CandidateTree, thresholds: ThresholdSet, *, batch_size: int) -> float:
@@ -133,7 +138,10 @@ def walk(
     """
     positions = np.empty(first_node.size, np.int64)
     kept, accepted = np.empty_like(positions), np.empty_like(positions)
-    value = np.empty(max_nodes, np.float32)
+    largest = 0
+    for tree in range(first_node.size - 1):
+        largest = max(largest, first_node[tree + 1] - first_node[tree])
+    value = np.empty(largest, np.float32)
     steps, position = 0, 0
     for end in ends:
         while position < end:
