@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Protocol
 
 from deployments.engine_loop import SteppableEngine
@@ -59,20 +60,27 @@ def load_engine(args: AppArgs) -> tuple[Target, Engine]:
     import torch
 
     from valuspec.drafting.drafter import Drafter
+    from valuspec.eagle3.loading import SHIPPED_HEAD
     from valuspec.engine.cost_cache import live_costs
     from valuspec.engine.engine import Engine as ValuSpecEngine
+    from valuspec.engine.head_source import HeadChoice
     from valuspec.engine.target import Target as ValuSpecTarget
 
     # Ray gives an actor OMP_NUM_THREADS=1 unless it reserves CPUs.
     torch.set_num_threads(args.num_threads or len(os.sched_getaffinity(0)))
     target = ValuSpecTarget.load(args.model, dtype=args.dtype, device=args.device, exact=args.exact)
     thresholds = ThresholdSet.starting(target.model_fingerprint)
+    head = None
+    if args.draft != "retrieval":
+        folder = SHIPPED_HEAD if args.draft_head is None else Path(args.draft_head)
+        head = HeadChoice(target.load_head(folder), args.draft)
     engine = ValuSpecEngine(
         target,
         drafter=Drafter(),
         thresholds=thresholds,
         max_batch_size=args.max_batch_size,
         kv_tokens=args.kv_cache_tokens,
+        head=head,
     )
     _warm_up(engine)
     engine.live_costs = live_costs(target, args.max_batch_size)

@@ -45,6 +45,11 @@ class AppArgs(BaseModel):
     insecure: bool = False
     """Listen beyond this machine although API keys or Ray's token are missing."""
 
+    draft: Literal["retrieval", "eagle3", "hybrid"] = "retrieval"
+    """What proposes: text that occurred before, an EAGLE-3 draft head, or both in one tree."""
+    draft_head: str | None = None
+    """Folder of the head; the shipped one, which fits SmolLM2-135M, when absent."""
+
     retrieval: bool = True
     redis_url: str | None = None
     """Where draft trees are kept; REDIS_URL, then an embedded Valkey, when absent."""

@@ -52,6 +52,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of context kept in memory (as many as 40 %% of it hold)",
     )
     parser.add_argument("--num-threads", type=int, help="CPU threads of the model (all cores)")
+    parser.add_argument(
+        "--draft",
+        choices=("retrieval", "eagle3", "hybrid"),
+        default=defaults.draft,
+        help="what proposes: text that occurred before, a draft head, or both (%(default)s)",
+    )
+    parser.add_argument(
+        "--draft-head", metavar="FOLDER", help="EAGLE-3 head of the model (the one of smollm2)"
+    )
     parser.add_argument("--threshold-file", help="threshold set to use, whatever is published")
     parser.add_argument(
         "--log",
@@ -92,9 +101,11 @@ def run(options: argparse.Namespace) -> int:
             max_batch_size=options.max_batch_size,
             kv_cache_tokens=options.kv_cache_tokens,
             num_threads=options.num_threads,
+            draft=options.draft,
+            # Replicas run in folders of their own.
+            draft_head=options.draft_head and str(Path(options.draft_head).absolute()),
             threshold_file=options.threshold_file,
             retrieval=not options.no_retrieval,
-            # Replicas run in folders of their own.
             log_dir=None if options.log is None else str(options.log.absolute()),
             log_opt_out=tuple(options.log_opt_out),
             insecure=options.insecure,

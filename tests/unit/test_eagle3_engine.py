@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from deployments.loading import load_engine
+from deployments.settings import AppArgs
 from tests.support.eagle_heads import random_head, slow_log_p
 from tests.support.engines import engine_of, plain, random_prompt, request, run
-from tests.support.tiny_models import VOCAB, tiny_model, tiny_target, wrap
+from tests.support.tiny_models import VOCAB, byte_tokenizer, tiny_model, tiny_target, wrap
+from valuspec.cost import LiveCosts
 from valuspec.eagle3.head import DraftHead
+from valuspec.eagle3.loading import save_head
 from valuspec.eagle3.tree import TreeShape
 from valuspec.engine.engine import Engine
 from valuspec.engine.head_source import HeadChoice
@@ -145,3 +149,24 @@ def test_a_draft_is_left_out_while_it_does_not_pay(target) -> None:
 def test_other_architectures_are_refused() -> None:
     with pytest.raises(ModelError, match="Llama, Mistral, Qwen2 or Qwen3"):
         tiny_target("gpt2").show_features((1, 2, 3))
+
+
+def test_a_replica_drafts_with_the_head_it_is_given(tmp_path, monkeypatch) -> None:
+    model = tiny_model("llama", **LAYERS)
+    model.save_pretrained(tmp_path / "target")
+    byte_tokenizer().save_pretrained(tmp_path / "target")
+    save_head(head_of(wrap(model)), tmp_path / "head")
+    monkeypatch.setattr("valuspec.engine.cost_cache.live_costs", lambda *_: LiveCosts({}))
+    monkeypatch.setattr("torch.set_num_threads", lambda *_: None)
+    args = AppArgs(
+        model=str(tmp_path / "target"), dtype="float32", draft="eagle3", exact=False,
+        draft_head=str(tmp_path / "head"), max_batch_size=2, kv_cache_tokens=512,
+    )  # fmt: skip
+    target, engine = load_engine(args)
+    assert engine._head.alone
+    asked = request("r", random_prompt(1, 30), max_tokens=20, ignore_eos=True)
+    assert run(engine, [asked])["r"].token_ids == plain(target, asked).token_ids
+    assert engine.counters["draft_errors"] == 0
+    assert run(engine, [asked])["r"].stats.num_offered_nodes > 0
+    with pytest.raises(ModelError, match="hidden size 576; this one has 64"):
+        load_engine(args.model_copy(update={"draft_head": None}))

@@ -34,7 +34,7 @@ class _Pairs(NamedTuple):
 class HeadDrafter:
     """Drafts for the sequences of one engine. Use from one thread.
 
-    head:       repacked, and not to be used by others afterwards
+    head:       repacked for few rows; it can draft from then on and nothing else
     tables:     int64 [places, blocks of a sequence]; the engine's own, read at every draft
     num_blocks: blocks the tables may name
     """
@@ -46,7 +46,7 @@ class HeadDrafter:
         self._head = _packed(head)
         self._tables = tables
         config = head.config
-        dtype = head.lm_head.weight.dtype
+        dtype = head.embedding.dtype
         kept = (num_blocks, BLOCK, config.num_kv_heads, config.head_size)
         self._keys = _lazy_zeros(kept, dtype)
         self._values = _lazy_zeros(kept, dtype)

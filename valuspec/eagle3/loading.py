@@ -17,6 +17,8 @@ from valuspec.eagle3.config import HeadConfig
 from valuspec.eagle3.head import DraftHead
 from valuspec.errors import ModelError
 
+#: A head for SmolLM2-135M-Instruct; its README says how it came about.
+SHIPPED_HEAD = Path(__file__).parent.parent / "data" / "eagle3-smollm2-135m"
 #: Other names of a decoder layer's weights.
 RENAMED = {"layers.0.": "midlayer.", "model.layers.0.": "midlayer.", "model.": ""}
 #: Stored by some, not needed here: masks that `d2t` implies, and copies of the target's weights.
