@@ -318,31 +318,56 @@ def _soften(score: Any, lowest: int, length: int, lanes: Any) -> None:
     score[length:last] = score[lowest]
     # From here on counted from 0: only then does the compiler know no index negative.
     weight = score[first:last]
-    lanes[:] = weight[0]
-    for j in range(0, weight.size, LANES):
-        some = weight[j : j + LANES]
-        for lane in range(LANES):
-            lanes[lane] = some[lane] if some[lane] > lanes[lane] else lanes[lane]
-    peak = lanes.max()
+    peak = _greatest(weight)
     for j in range(weight.size):
         weight[j] = _exp(weight[j] - peak)
     score[first:lowest] = np.float32(0)
     score[length:last] = np.float32(0)
+    total = _sum_in_lanes(weight, lanes)
+    for j in range(weight.size):
+        weight[j] /= total
+
+
+@kernel
+def _greatest(x: Any) -> Any:
+    """The largest number. Among fp32 the compiler keeps to the order, among integers it need not."""
+    ordered = x.view(np.int32)
+    greatest = np.int32(-(2**31))
+    for j in range(ordered.size):
+        greatest = max(greatest, _reflect(ordered[j]))
+    return np.int32(_reflect(greatest)).view(np.float32)
+
+
+@kernel
+def _reflect(bits: Any) -> Any:
+    """Bits of fp32 as integers of the same order, and back: among negative ones it is reversed."""
+    return bits ^ ((bits >> np.int32(31)) & np.int32(2**31 - 1))
+
+
+@kernel
+def _sum_in_lanes(x: Any, lanes: Any) -> Any:
+    """Sum of whole vectors: each lane in order, then the lanes; eight vectors at a time."""
     lanes[:] = np.float32(0)
-    for j in range(0, weight.size, LANES):
-        some = weight[j : j + LANES]
+    whole = x.size // (8 * LANES)
+    for step in range(whole):
+        some = x[8 * LANES * step : 8 * LANES * (step + 1)]
+        for i in range(LANES):
+            half = lanes[i] + some[i] + some[i + 16] + some[i + 32] + some[i + 48]
+            lanes[i] = half + some[i + 64] + some[i + 80] + some[i + 96] + some[i + 112]
+    for j in range(8 * LANES * whole, x.size, LANES):
+        some = x[j : j + LANES]
         for lane in range(LANES):
             lanes[lane] += some[lane]
     total = np.float32(0)
     for lane in range(LANES):
         total += lanes[lane]
-    for j in range(weight.size):
-        weight[j] /= total
+    return total
 
 
 # -- the products ---------------------------------------------------------------------------------
 # Four products are added at a time, for one query or for three at once: fewer loads and stores of
-# what is added to. The order of additions stays the same.
+# what is added to. The order of additions stays the same. Steps are counted by one and multiplied:
+# only then does the compiler check once a call, and not once a step, that the arrays are apart.
 
 
 @kernel
@@ -370,7 +395,8 @@ def _score(scratch: Scratch, first: int, last: int, at: int, count: int) -> None
 @kernel
 def _score_one(q: Any, keys: Any, a: Any) -> None:
     a[:] = np.float32(0)
-    for d in range(0, q.size, 4):
+    for step in range(q.size // 4):
+        d = 4 * step
         q0, q1, q2, q3 = q[d], q[d + 1], q[d + 2], q[d + 3]
         for j in range(a.size):
             partial = _fma(q1, keys[d + 1, j], _fma(q0, keys[d, j], a[j]))
@@ -382,7 +408,8 @@ def _score_three(p: Any, q: Any, r: Any, keys: Any, a: Any, b: Any, c: Any) -> N
     a[:] = np.float32(0)
     b[:] = np.float32(0)
     c[:] = np.float32(0)
-    for d in range(0, q.size, 4):
+    for step in range(q.size // 4):
+        d = 4 * step
         p0, p1, p2, p3 = p[d], p[d + 1], p[d + 2], p[d + 3]
         q0, q1, q2, q3 = q[d], q[d + 1], q[d + 2], q[d + 3]
         r0, r1, r2, r3 = r[d], r[d + 1], r[d + 2], r[d + 3]
@@ -396,35 +423,35 @@ def _score_three(p: Any, q: Any, r: Any, keys: Any, a: Any, b: Any, c: Any) -> N
 @kernel
 def _weigh(scratch: Scratch, first: int, last: int, at: int, skip: int, count: int) -> None:
     """sums[i] += weights[i, at + j] * values[j], queries first to last - 1, skip <= j < count."""
-    values, sums = scratch.values, scratch.sums
+    sums, values = scratch.sums, scratch.values[skip:]
+    whole = (count - skip) // 4 * 4
     i = first
     while i < last:
         if i + 3 <= last:
             u, v, w = scratch.scores[i], scratch.scores[i + 1], scratch.scores[i + 2]
-            whole = skip + (count - skip) // 4 * 4
+            begin, end = at + skip, at + skip + whole
             _weigh_three(
-                u[at:], v[at:], w[at:], values, skip, whole, sums[i], sums[i + 1], sums[i + 2]
+                u[begin:end], v[begin:end], w[begin:end], values, sums[i], sums[i + 1], sums[i + 2]
             )
-            for k in range(3):
-                _weigh_one(scratch.scores[i + k][at:], values, whole, count, sums[i + k])
+            for k in range(i, i + 3):
+                _weigh_one(scratch.scores[k][end : at + count], values[whole:], sums[k])
             i += 3
         else:
-            _weigh_one(scratch.scores[i][at:], values, skip, count, sums[i])
+            _weigh_one(scratch.scores[i][at + skip : at + count], values, sums[i])
             i += 1
 
 
 @kernel
-def _weigh_one(w: Any, values: Any, first: int, last: int, a: Any) -> None:
-    for j in range(first, last):
+def _weigh_one(w: Any, values: Any, a: Any) -> None:
+    for j in range(w.size):
         for d in range(a.size):
             a[d] = _fma(w[j], values[j, d], a[d])
 
 
 @kernel
-def _weigh_three(
-    u: Any, v: Any, w: Any, values: Any, first: int, last: int, a: Any, b: Any, c: Any
-) -> None:
-    for j in range(first, last, 4):
+def _weigh_three(u: Any, v: Any, w: Any, values: Any, a: Any, b: Any, c: Any) -> None:
+    for step in range(w.size // 4):
+        j = 4 * step
         u0, u1, u2, u3 = u[j], u[j + 1], u[j + 2], u[j + 3]
         v0, v1, v2, v3 = v[j], v[j + 1], v[j + 2], v[j + 3]
         w0, w1, w2, w3 = w[j], w[j + 1], w[j + 2], w[j + 3]
