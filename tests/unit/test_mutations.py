@@ -227,7 +227,8 @@ MUTATIONS = [
     TwoZoneMutation("results of batch mates swapped", two_zone, "_build_group",
              "places.append(i * width + ", "places.append((count - 1 - i) * width + "),
     Mutation("one row's values written for all", path_kernels, "store",
-             "= value[row, head, d]", "= value[0, head, d]"),
+             "key, value = qkv[row, head - 2 * heads], qkv[row, head - heads]",
+             "key, value = qkv[row, head - 2 * heads], qkv[0, head - heads]"),
     # ---- the path
     Mutation("the first of the near slots for the last", path_kernels, "_slot",
              "paths.near.shape[1] - (paths.lengths[row] - j)", "j - paths.starts[row]"),
@@ -239,7 +240,7 @@ MUTATIONS = [
              "lengths = positions + 1", "lengths = np.maximum(positions, starts)"),
     # ---- the block
     Mutation("rotation the other way round", Rotary, "rotate",
-             "x.roll(x.shape[-1] // 2, -1), sin", "x.roll(x.shape[-1] // 2, -1), -sin", reference),
+             "turned, sin[:, None]", "turned, -sin[:, None]", reference),
     Mutation("a residual forgotten", ResidualStream, "add",
              "self._hidden.add_(residual)", "self._hidden.add(residual)", reference),
 ]  # fmt: skip

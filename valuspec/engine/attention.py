@@ -22,17 +22,15 @@ class Attention(Protocol):
     def attend(
         self,
         layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        qkv: torch.Tensor,
         *,
         window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
         """Store the rows' keys and values, and return the attention output.
 
-        query: [padded rows, heads, head size], already scaled
-        key, value: [padded rows, kv heads, head size]
+        qkv:    contiguous [padded rows, heads + 2 * kv heads, head size]: queries, already scaled,
+                keys, values
         window: sliding window of this layer; softcap: cap scores by `c * tanh(score / c)`
         Returns [padded rows, heads * head size], valid until the next call. Called once per layer.
         """

@@ -92,12 +92,11 @@ class LeanDecoder:
             if index in self.feature_layers:
                 seen.append(stream.copy())
             qkv = layer.qkv(x).view(len(x), heads + 2 * kv_heads, size)
-            query, key, value = qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]
             if layer.q_norm is not None and layer.k_norm is not None:
-                layer.q_norm.of_heads(query)
-                layer.k_norm.of_heads(key)
+                layer.q_norm.of_heads(qkv[:, :heads])
+                layer.k_norm.of_heads(qkv[:, heads:-kv_heads])
             self.rotary.rotate(qkv, heads, kv_heads, angles)
-            x = attention.attend(index, query, key, value, window=layer.window)
+            x = attention.attend(index, qkv, window=layer.window)
             x = stream.add(layer.output(x), layer.post_norm)
             gate, up = layer.gate_up(x).chunk(2, dim=-1)
             x = stream.add(layer.down(functional.silu(gate).mul_(up)), next_norm)
@@ -192,9 +191,7 @@ class TransformersDecoder:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         out = self._attention.attend(
             module.layer_idx,
-            (query[0] * scale).transpose(0, 1).contiguous(),
-            key[0].transpose(0, 1),
-            value[0].transpose(0, 1),
+            torch.cat((query[0] * scale, key[0], value[0])).transpose(0, 1).contiguous(),
             window=sliding_window,
             softcap=softcap,
         )

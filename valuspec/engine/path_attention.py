@@ -59,26 +59,25 @@ class PathAttention:
             for first, last in pairwise(bounds)
         ]
         self._paths: dict[int | None, Paths] = {}
-        self._out: torch.Tensor | None = None
+        # Rows of padding stay zero: finite, and never read.
+        num_heads = cache.group_size * cache.num_kv_heads
+        shape = (len(rows.token_ids), num_heads * cache.head_size)
+        self._out = torch.zeros(shape, dtype=cache.dtype)
+        self._out_array = as_numpy(self._out).reshape(len(rows.token_ids), num_heads, -1)
 
     def attend(
         self,
         layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        qkv: torch.Tensor,
         *,
         window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
         """See `Attention.attend`."""
-        keys, values = self._keys[layer], self._values[layer]
-        path_kernels.store(as_numpy(key), as_numpy(value), keys, values, self._cells)
-        if self._out is None:  # rows of padding stay zero: finite, and never read
-            self._out = torch.zeros(query.shape, dtype=query.dtype)
-            self._out_array = as_numpy(self._out)
+        keys, values, rows = self._keys[layer], self._values[layer], as_numpy(qkv)
+        path_kernels.store(rows, keys, values, self._cells)
         arguments = (
-            as_numpy(query),
+            rows,
             keys,
             values,
             *self._through(window),
@@ -90,7 +89,7 @@ class PathAttention:
         path_kernels.attend(*arguments, *mine)
         for other in waiting:
             other.result()
-        return self._out.view(len(query), -1)
+        return self._out
 
     def _through(self, window: int | None) -> Paths:
         """The rows' paths as seen through a sliding window; the same few for all layers."""

@@ -149,20 +149,21 @@ def _exp(x: Any) -> Any:
 
 
 @kernel
-def store(key: Any, value: Any, keys: Any, values: Any, cells: Any) -> None:
-    """Write the rows' keys and values to their cells; layouts as in KvCache."""
+def store(qkv: Any, keys: Any, values: Any, cells: Any) -> None:
+    """Write the rows' keys and values to their cells; layouts as in KvCache and `attend`."""
     heads, size, block_size = keys.shape[1], keys.shape[2], keys.shape[3]
     for row in range(cells.size):
         block, within = cells[row] // block_size, cells[row] % block_size
         for head in range(heads):
+            key, value = qkv[row, head - 2 * heads], qkv[row, head - heads]
             for d in range(size):
-                keys[block, head, d, within] = key[row, head, d]
-                values[block, head, within, d] = value[row, head, d]
+                keys[block, head, d, within] = key[d]
+                values[block, head, within, d] = value[d]
 
 
 @kernel
 def attend(
-    query: Any,
+    qkv: Any,
     keys: Any,
     values: Any,
     tables: Any,
@@ -182,15 +183,16 @@ def attend(
     first: int,
     last: int,
 ) -> None:
-    """out[row] = attention of query[row] [heads, head size], for rows first to last - 1.
+    """out[row] [heads, head size] = attention of qkv[row], for rows first to last - 1.
 
+    qkv: [num_rows, heads + 2 * kv heads, head size], of which the first are queries
     The other arguments are the fields of `Paths` and of `Scratch`, one by one: a call that passes
     a named tuple goes through Python again to find its type.
     Rows of one sequence go together, as many as QUERIES allows.
     """
     paths = Paths(tables, sequences, starts, lowest, lengths, near)
     scratch = Scratch(queries, key_tile, value_tile, scores, sums, lanes)
-    group = query.shape[1] // keys.shape[1]
+    group = out.shape[1] // keys.shape[1]
     low = first
     while low < last:
         sequence, high = paths.sequences[low], low + 1
@@ -201,13 +203,13 @@ def attend(
             high += 1
         for head in range(keys.shape[1]):
             _attend_together(
-                query[:, head * group : (head + 1) * group],
+                qkv,
                 keys,
                 values,
                 head,
                 paths,
                 softcap,
-                out[:, head * group : (head + 1) * group],
+                out,
                 scratch,
                 low,
                 high,
@@ -217,7 +219,7 @@ def attend(
 
 @kernel
 def _attend_together(
-    query: Any,
+    qkv: Any,
     keys: Any,
     values: Any,
     head: int,
@@ -228,19 +230,20 @@ def _attend_together(
     low: int,
     high: int,
 ) -> None:
-    """Rows low to high - 1, all of one sequence; query, out [num_rows, group, head size] of `head`.
+    """Rows low to high - 1, all of one sequence, and the queries of one key head.
 
     Up to the lowest of their starts the rows share the keys; beyond it each has its own.
     """
-    group, size, block_size = query.shape[1], query.shape[2], keys.shape[3]
+    group, size, block_size = out.shape[1] // keys.shape[1], out.shape[2], keys.shape[3]
     table = paths.tables[paths.sequences[low]]
     shared = paths.starts[low:high].min()
     lowest, all_from = paths.lowest[low:high].min(), paths.lowest[low:high].max()
 
     for row in range(low, high):
         for g in range(group):
+            query, widened = qkv[row, head * group + g], scratch.queries[(row - low) * group + g]
             for d in range(size):
-                scratch.queries[(row - low) * group + g, d] = _widen(query[row, g, d])
+                widened[d] = _widen(query[d])
     for at in range(lowest - lowest % block_size, shared, block_size):
         _load_keys(scratch.keys, keys[table[at // block_size], head])
         _score(scratch, 0, (high - low) * group, at, min(block_size, shared - at))
@@ -279,9 +282,9 @@ def _attend_together(
             _load_values(scratch.values, block[slot % block_size : slot % block_size + 1], j - at)
         _weigh(scratch, (row - low) * group, (row - low + 1) * group, at, 0, length - at)
         for g in range(group):
-            result = out[row, g]
+            result, summed = out[row, head * group + g], scratch.sums[(row - low) * group + g]
             for d in range(size):
-                result[d] = _narrow(result[d], scratch.sums[(row - low) * group + g, d])
+                result[d] = _narrow(result[d], summed[d])
 
 
 @kernel
@@ -330,7 +333,7 @@ def _soften(score: Any, lowest: int, length: int, lanes: Any) -> None:
 
 @kernel
 def _greatest(x: Any) -> Any:
-    """The largest number. Among fp32 the compiler keeps to the order, among integers it need not."""
+    """The largest number: among integers, whose order of comparing the compiler may choose."""
     ordered = x.view(np.int32)
     greatest = np.int32(-(2**31))
     for j in range(ordered.size):

@@ -96,17 +96,17 @@ class TwoZoneAttention:
     def attend(
         self,
         layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        qkv: torch.Tensor,
         *,
         window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
         """See `Attention.attend`."""
-        n = self._num_rows
+        n, kv_heads = self._num_rows, self.cache.num_kv_heads
+        query, key = qkv[:, : -2 * kv_heads], qkv[:, -2 * kv_heads : -kv_heads]
+        value = qkv[:, -kv_heads:]
         self.cache.write(layer, self._key_slots, self._value_slots, key[:n], value[:n])
-        result = query.new_zeros(len(query), query.shape[1] * query.shape[2])
+        result = qkv.new_zeros(len(qkv), query.shape[1] * query.shape[2])
         for index, group in enumerate(self._groups):
             q = query if group.gather is None else query.index_select(0, group.gather)
             out = self._attend_group(index, group, layer, q, window, softcap)
