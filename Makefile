@@ -38,7 +38,7 @@ test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 histories: $(INSTALLED)
-	VALUSPEC_HISTORIES=10000 $(VENV)/bin/python -m pytest $(HISTORIES)
+	VALUSPEC_HISTORIES=10000 $(VENV)/bin/python -m pytest -o faulthandler_timeout=0 $(HISTORIES)
 
 faults: $(INSTALLED)
 	$(VENV)/bin/python -m pytest -p tests.support.fault_report -m fault \

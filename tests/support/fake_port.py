@@ -15,10 +15,10 @@ from tests.support.fake_engine import FakeEngine, FakeTarget
 
 
 class InProcessPort:
-    """`ready` False stands for a replica that is loading."""
+    """`ready` False stands for a replica that is loading; `engine` may be a real one."""
 
-    def __init__(self, args: AppArgs) -> None:
-        self.engine = FakeEngine(FakeTarget(), args.max_batch_size)
+    def __init__(self, args: AppArgs, engine: Any = None) -> None:
+        self.engine = engine or FakeEngine(FakeTarget(), args.max_batch_size)
         self.replica = TargetReplica(
             args, None, None, load=lambda _: (self.engine.target, self.engine)
         )
