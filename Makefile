@@ -6,6 +6,7 @@
 #   make faults             every fault case against real processes; writes docs/reliability.md
 #   make fuzz               10 million mutated blobs for the tree codec (CASES=1e5 for fewer)
 #   make lint               formatting, lint and types
+#   make peers DATA=FOLDER  measure beside vLLM, llama.cpp and others; hours (ARGS=--quick: minutes)
 #   make schemathesis       1,000 valid and 1,000 invalid requests per route of the HTTP API
 #   make clean              remove .venv and every cache in this folder
 #
@@ -28,7 +29,7 @@ CHECK := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 PYTHON = $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	if $$python -c '$(CHECK)' >/dev/null 2>&1; then echo $$python; break; fi; done)
 
-.PHONY: serve test histories faults fuzz lint schemathesis clean
+.PHONY: serve test histories faults fuzz peers lint schemathesis clean
 .DEFAULT_GOAL := test
 
 serve: $(INSTALLED)
@@ -46,6 +47,9 @@ faults: $(INSTALLED)
 
 fuzz: $(INSTALLED)
 	$(VENV)/bin/python -m pytest tests/fuzz -m 'slow or not slow' -q -s $(ARGS)
+
+peers: $(INSTALLED)
+	$(VENV)/bin/python -m bench.peers --data $(DATA) $(ARGS)
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

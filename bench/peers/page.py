@@ -23,10 +23,16 @@ CAVEATS = """\
 - Tokens per second are output tokens over wall time, prefill included; the token that ends an
   answer is not counted. Prefix caches are off everywhere, since prompts come again in other passes.
 - Systems take turns, eight prompts at a time (sixteen with eight streams), and each turn begins
-  with another system. Before every turn a system's store is put back to what the column says.
-- The earlier requests' answers come from this engine's plain decoding, once, and every system that
-  keeps earlier requests is given the same ones; other libraries would have answered a few of them
-  differently. How each takes them is listed under versions.
+  with another system. Before every turn a system's store is put back to what the column says;
+  within the turn it goes on learning, so "nothing known" means at most the seven (fifteen) requests
+  before.
+- The earlier requests' answers come from this engine, once, and every system that keeps earlier
+  requests is given the same ones; other libraries would have answered a few of them differently.
+  How each takes them is listed below.
+- ValuSpec's thresholds are calibrated for each workload on its calibration requests with the same
+  earlier requests at hand; where nothing is known before, the shipped set is used. The settings of
+  prompt lookup are looked for on calibration requests too. The others run with their published
+  defaults. Retrieval runs in the measured process and is waited for.
 - transformers pads batches of eight and begins the next when the last answer of one has ended; its
   prompt lookup and llama-cpp-python serve one stream only.
 - "Our engine, ..." rows draft as another method does and verify with this engine, so that drafts
@@ -196,6 +202,8 @@ def _parts(book: Book) -> str:
 
 
 def _losses(book: Book) -> str:
+    if not any(book.warm(w, n, OURS) for w in book.workloads for n in (1, 8)):
+        return "Not measured."
     lines = [
         f"- {workload}, {streams} stream{'s' * (streams > 1)}: {SYSTEMS[name].title}, "
         f"{ratio:.2f} times as fast as ValuSpec"

@@ -50,9 +50,10 @@ def _speed(book: Book) -> Any:
         pane.set_ylabel("speed over the fastest\nplain decoding of all")
         pane.set_title("One stream" if streams == 1 else "Eight streams", loc="left")
         pane.spines[["top", "right"]].set_visible(False)
-    panes[0].legend(ncols=5, fontsize=8, loc="upper left", frameon=False)
-    low, high = panes[0].get_ylim()
-    panes[0].set_ylim(low, high * 1.25)
+    if panes[0].has_data() and book.workloads:
+        panes[0].legend(ncols=5, fontsize=8, loc="upper left", frameon=False)
+        low, high = panes[0].get_ylim()
+        panes[0].set_ylim(low, high * 1.25)  # room for the legend
     return figure
 
 
@@ -77,5 +78,7 @@ def _learning(book: Book) -> Any:
         pane.set_xlabel("earlier requests known")
         pane.spines[["top", "right"]].set_visible(False)
     panes[0][0].set_ylabel("speed over own plain decoding")
-    panes[0][0].legend(fontsize=8, frameon=False)
+    panes[0][0].set_ylim(bottom=0)
+    if panes[0][0].has_data():
+        panes[0][0].legend(fontsize=8, frameon=False)
     return figure
