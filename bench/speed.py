@@ -9,7 +9,8 @@ plain decoding gives. Speeds are of decoding: tokens after the first, over the t
 
     plain       one token a step
     unfiltered  all candidate nodes, 64 at most
-    frequency   as many of the most frequent nodes as were best on the calibration answers
+    frequency   as many of the most frequent nodes as were best on the calibration answers; with
+                a draft head, of the likeliest
     filtered    the nodes valuation keeps
     oracle      the nodes the target will accept: no filter of these candidates can do better
 """
@@ -28,10 +29,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from bench import common
+from bench import common, heads
 from valuspec import replay
-from valuspec.calibration import calibrate, reliability
+from valuspec.calibration import calibrate, reliability, score
 from valuspec.cost import CostStaircase
+from valuspec.drafted import Drafted
+from valuspec.eagle3.loading import SHIPPED_HEAD
 from valuspec.engine.engine import Engine
 from valuspec.engine.measure import measure_cost
 from valuspec.engine.target import Target
@@ -108,7 +111,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     trees = common.retrieve(history, queries, target.vocab_size, args.trees)
     calibration = [replace(t, retrieved=r) for t, r in zip(calibration, trees, strict=False)]
-    if args.thresholds is None:
+    choice = heads.load(target, args.draft, args.draft_head)
+    if choice is not None:
+        head = heads.HeadReplay(target, choice, drafter)
+        offered = head.offers(calibration)
+        thresholds = head.calibrate(offered, cost)
+        fixed = head.best_size(offered, cost)
+    elif args.thresholds is None:
         thresholds = calibrate(
             calibration,
             drafter,
@@ -119,10 +128,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         thresholds = ThresholdSet.load(args.thresholds)
         thresholds.validate(model_fingerprint=target.model_fingerprint)
+    if choice is None:
+        fixed = _best_frequency(calibration, drafter, cost)
     selects: dict[str, Select] = {
         "plain": replay.plain,
         "unfiltered": replay.unfiltered,
-        "frequency": _best_frequency(calibration, drafter, cost),
+        "frequency": fixed,
         "filtered": replay.filtered(thresholds),
         "oracle": replay.oracle,
     }
@@ -132,6 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         thresholds=thresholds,
         max_batch_size=1,
         reuse_prefixes=False,  # else all modes but the first would find their prompt computed
+        head=choice,
     )
     measured = {name: Measured() for name in selects}
     tests: list[Trajectory] = []
@@ -153,14 +165,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         tests.append(test)
         names = [name for name in selects if name != "plain"]
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            if engine.head_source is not None:
+                engine.head_source.always = name != "filtered"
             drafted, stats = _decode(engine, prompt, test, selects[name])
             measured[name].add(stats)
             differing += drafted != output
-    replayed = {n: replay.replay(tests, drafter, s, cost) for n, s in selects.items()}
+    if choice is None:
+        replayed = {n: replay.replay(tests, drafter, s, cost) for n, s in selects.items()}
+        quality = reliability(tests, drafter, thresholds)
+    else:
+        offered = head.offers(tests)
+        replayed = {n: head.tally(offered, s, cost, plain=n == "plain") for n, s in selects.items()}
+        drafted_tests = Drafted.of_offers(offered)
+        quality = score(*drafted_tests.outcomes(drafted_tests.walk(thresholds), thresholds))
     generate_tok_s, engine_tok_s = _transformers_generate(
         args.model, engine, prompts[2][:GENERATE_REQUESTS], args.max_tokens
     )
-    quality = reliability(tests, drafter, thresholds)
     plain = measured["plain"].tok_s
     _print(measured, replayed)
     speedup = {name: m.tok_s / plain for name, m in measured.items()}
@@ -207,6 +227,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--calibration", type=Path, required=True, help="requests to learn from")
     parser.add_argument("--test", type=Path, required=True, help="requests to measure with")
     parser.add_argument("--thresholds", type=Path, help="use this set instead of calibrating")
+    parser.add_argument("--draft", choices=("retrieval", "eagle3", "hybrid"), default="retrieval")
+    parser.add_argument("--draft-head", type=Path, default=SHIPPED_HEAD, help="an EAGLE-3 head")
     parser.add_argument("--limit", type=int, help="use the first N test requests")
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--trees", type=int, default=16, help="draft trees retrieved per request")

@@ -81,13 +81,13 @@ def test_the_head_sees_the_features_of_every_token_in_order(target) -> None:
     prompt = random_prompt(3, 150)
     engine = engine_with(target, "eagle3", max_batch_size=1)
     drafted = []
-    asked_for = engine._head._drafter.draft
+    asked_for = engine.head_source._drafter.draft
 
     def listen(places, depths):
         drafted.append(asked_for(places, depths)[0])
         return drafted[-1:]
 
-    engine._head._drafter.draft = listen
+    engine.head_source._drafter.draft = listen
     output = run(engine, [request("r", prompt, max_tokens=24, ignore_eos=True)])["r"]
     head, context = head_of(target), [*prompt, *output.token_ids]
     target.show_features(head.config.layer_ids)
@@ -126,7 +126,7 @@ def test_a_head_that_fails_costs_its_drafts_only(target) -> None:
     def broken(*_):
         raise RuntimeError("a head out of order")
 
-    engine._head._drafter.draft = broken
+    engine.head_source._drafter.draft = broken
     asked = request("r", random_prompt(1, 30), max_tokens=20, ignore_eos=True)
     assert run(engine, [asked])["r"].token_ids == plain(target, asked).token_ids
     assert engine.counters["draft_errors"] > 0
@@ -135,7 +135,7 @@ def test_a_head_that_fails_costs_its_drafts_only(target) -> None:
 def test_a_draft_is_left_out_while_it_does_not_pay(target) -> None:
     choice = HeadChoice(head_of(target), "hybrid", TreeShape(4, 2, 16))
     engine = engine_of(target, head=choice, max_batch_size=1, node_filter=keep_by_value)
-    head = engine._head
+    head = engine.head_source
     calls = []
     drafts = head._drafter.draft
     head._drafter.draft = lambda *args: calls.append(1) or drafts(*args)
@@ -163,7 +163,7 @@ def test_a_replica_drafts_with_the_head_it_is_given(tmp_path, monkeypatch) -> No
         draft_head=str(tmp_path / "head"), max_batch_size=2, kv_cache_tokens=512,
     )  # fmt: skip
     target, engine = load_engine(args)
-    assert engine._head.alone
+    assert engine.head_source.alone
     asked = request("r", random_prompt(1, 30), max_tokens=20, ignore_eos=True)
     assert run(engine, [asked])["r"].token_ids == plain(target, asked).token_ids
     assert engine.counters["draft_errors"] == 0

@@ -75,16 +75,16 @@ class Engine:
         self._running: list[Sequence] = []  # in order of admission
         # In envelope mode all rows of a forward must fit the one width.
         self._row_limit = target.min_width if target.exact_mode == "envelope" else None
-        self._head: HeadSource | None = None
+        self.head_source: HeadSource | None = None
         if head is not None:
-            self._head = HeadSource(head, tables, self.pool.num_blocks)
-            target.show_features(self._head.layer_ids)
+            self.head_source = HeadSource(head, tables, self.pool.num_blocks)
+            target.show_features(self.head_source.layer_ids)
         self._proposer = Proposer(
             max_depth=target.max_tree_depth,
             vocab_size=target.vocab_size,
             max_rows=self._row_limit,
             counters=self.counters,
-            head=self._head,
+            head=self.head_source,
         )
 
     # ---- requests
@@ -266,8 +266,8 @@ class Engine:
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence out of the batch; its place and blocks are free."""
         self._running.remove(sequence)
-        if self._head is not None:
-            self._head.forget(sequence.place)
+        if self.head_source is not None:
+            self.head_source.forget(sequence.place)
         self._free_places.append(sequence.place)
         self.pool.release(sequence.blocks)
         sequence.place, sequence.blocks, sequence.committed = -1, [], 0
@@ -316,9 +316,9 @@ class Engine:
             sequence.stats.prefill_s += elapsed
             if sequence.committed == sequence.context and not sequence.output_ids:
                 outputs.append(sequence.emit((self._choose(sequence, last, 0),)))
-        if self._head is not None and (features := self.target.features) is not None:
+        if self.head_source is not None and (features := self.target.features) is not None:
             chunked = [(s, chunk) for (s, _), chunk in zip(filling, chunks, strict=True)]
-            self._head.observe_chunks(chunked, features[num_tree_rows:])
+            self.head_source.observe_chunks(chunked, features[num_tree_rows:])
         return outputs
 
     def _accept(
@@ -334,8 +334,8 @@ class Engine:
         for sequence, tree in zip(sequences, trees, strict=True):
             verdicts.append(self._verify(sequence, tree, logits[offset : offset + len(tree)]))
             offset += len(tree)
-        if self._head is not None and (features := self.target.features) is not None:
-            self._head.observe_trees(sequences, trees, verdicts, features)
+        if self.head_source is not None and (features := self.target.features) is not None:
+            self.head_source.observe_trees(sequences, trees, verdicts, features)
         self._commit(sequences, trees, verdicts)
         outputs = []
         for sequence, tree, verdict in zip(sequences, trees, verdicts, strict=True):

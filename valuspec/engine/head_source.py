@@ -55,7 +55,8 @@ class HeadSource:
     def __init__(self, choice: HeadChoice, tables: NDArray[np.int64], num_blocks: int) -> None:
         self.alone = choice.draft == "eagle3"
         self.layer_ids = choice.head.config.layer_ids
-        self._always = choice.always
+        self.always = choice.always
+        """Draft in every step, paying or not."""
         self._drafter = HeadDrafter(choice.head, tables, num_blocks, choice.shape)
         # Tokens a draft added on average, by bucket; hopeful at first.
         self._added = np.full(len(GAIN_EDGES) + 1, 2.0)
@@ -139,7 +140,7 @@ class HeadSource:
         bucket = np.searchsorted(GAIN_EDGES, gain, side="right")
         # Everyone in the batch waits for a draft.
         price = sequence.thresholds.tokens_of(self._seconds * batch_size, batch_size=batch_size)
-        if self._always or self._added[bucket] > price:
+        if self.always or self._added[bucket] > price:
             return True
         self._left_out += 1
         return self._left_out % TRIAL_EVERY == 0
