@@ -135,15 +135,8 @@ class TargetReplica:
         A Refusal comes after Deltas when the request's time is up.
         """
         started = time.monotonic()
-        try:
-            choices = await asyncio.to_thread(self._choices, call)
-        except RequestError as error:
-            self._telemetry.count("valuspec_requests_refused", status="400")
-            chat = call.messages is not None and error.param == "prompt"
-            param = "messages" if chat else error.param
-            yield Refusal(status=400, message=str(error), param=param, code=error.code)
-            return
-        if self._num_unfinished + len(choices) > self._args.max_batch_size + self._args.max_waiting:
+        num_choices = call.num_choices if call.resumed is None else len(call.resumed)
+        if self._num_unfinished + num_choices > self._args.max_batch_size + self._args.max_waiting:
             self._telemetry.count("valuspec_requests_refused", status="429")
             yield Refusal(
                 status=429,
@@ -152,10 +145,23 @@ class TargetReplica:
                 retry_after_s=1,
             )
             return
+        # Counted before they are tokenised: whoever finds no place learns it at once, and two that
+        # come together cannot both take the last one.
+        self._count_unfinished(num_choices)
+        try:
+            choices = await asyncio.to_thread(self._choices, call)
+        except BaseException as error:
+            self._count_unfinished(-num_choices)
+            if not isinstance(error, RequestError):
+                raise
+            self._telemetry.count("valuspec_requests_refused", status="400")
+            chat = call.messages is not None and error.param == "prompt"
+            param = "messages" if chat else error.param
+            yield Refusal(status=400, message=str(error), param=param, code=error.code)
+            return
         outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
         event_loop = asyncio.get_running_loop()
         unfinished = {choice.request.request_id: choice for choice in choices}
-        self._count_unfinished(len(choices))
         self._open_calls[id(unfinished)] = unfinished
         self._loop.submit(
             [choice.request for choice in choices],

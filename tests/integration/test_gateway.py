@@ -421,8 +421,11 @@ def test_beyond_batch_and_queue_the_answer_is_429_at_once(port) -> None:
         held = [Connection(app, {"prompt": "ab", "max_tokens": 2, "n": 2}) for _ in range(2)]
         while port.replica._num_unfinished < 4:  # noqa: ASYNC110 - nothing signals it
             await asyncio.sleep(0)
+        encoded = []
+        port.engine.target.encode = encoded.append
         refused = Connection(app, {"prompt": "ab", "max_tokens": 2, "stream": True})
         start = await asyncio.wait_for(refused.received.get(), 10)
+        assert encoded == [], "tokenised before it was refused"
         assert start["status"] == 429
         assert (b"retry-after", b"1") in start["headers"]
         port.engine.gate.set()
