@@ -35,7 +35,7 @@ def build_app(args: AppArgs) -> Application:
 
     retrieval = serve.deployment(
         name="Retrieval",
-        num_replicas=1,  # one writer of the index
+        num_replicas=args.num_retrieval_replicas,  # each has an index, which follows the store
         max_ongoing_requests=256,
         ray_actor_options=_NO_CPU,
         logging_config={"enable_access_log": False},  # every replica polls every few seconds

@@ -1,4 +1,4 @@
-"""The retrieval deployment: the one process that holds the FAISS index and talks to Redis.
+"""The retrieval deployment: holds the FAISS index and talks to Redis; nobody else does.
 
 So it also hands published threshold sets to the replicas.
 """
@@ -26,6 +26,17 @@ logger = logging.getLogger(__name__)
 _ANY_VOCAB_SIZE = 2**31 - 1
 
 
+def configured_store(args: AppArgs) -> str | None:
+    """URL of the store that is not ours. Raises ValueError where several replicas have none."""
+    url = args.redis_url or os.environ.get("REDIS_URL")
+    if not url and args.num_retrieval_replicas > 1:
+        raise ValueError(
+            f"{args.num_retrieval_replicas} retrieval replicas need one store: set redis_url or "
+            "REDIS_URL"
+        )
+    return url
+
+
 class Retrieval:
     """Draft trees of earlier requests, kept at `redis_url`, REDIS_URL or in a Valkey of its own."""
 
@@ -36,13 +47,18 @@ class Retrieval:
         from retrieval.redis_documents import RedisDocuments
         from retrieval.redis_store import RedisStore
 
-        url = args.redis_url or os.environ.get("REDIS_URL")
+        url = configured_store(args)
         self._server = None
         if not url:
             folder = Path(args.valkey_dir) if args.valkey_dir else valkey_folder()
             self._server = EmbeddedValkey(folder).start()
             url = self._server.url
-        self._service = RetrievalService(RedisStore(url), FaissIndex, vocab_size=_ANY_VOCAB_SIZE)
+        self._service = RetrievalService(
+            RedisStore(url),
+            FaissIndex,
+            vocab_size=_ANY_VOCAB_SIZE,
+            max_trees=args.max_indexed_trees,
+        )
         self._thresholds = ThresholdDesk(ThresholdStore.at(url))
         self._documents = RedisDocuments(url)
         self._tenants = TenantRegistry(self._documents)

@@ -55,6 +55,10 @@ class AppArgs(BaseModel):
     """Where draft trees are kept; REDIS_URL, then an embedded Valkey, when absent."""
     valkey_dir: str | None = None
     """Data of the embedded Valkey; a folder in the user's cache when absent."""
+    num_retrieval_replicas: int = Field(default=1, ge=1, le=64)
+    """Each holds the whole index. More than one needs redis_url or REDIS_URL."""
+    max_indexed_trees: int = Field(default=1_000_000, ge=1000)
+    """Trees in the index of a retrieval replica, of all tenants together; 1 KiB each."""
     retrieval_k: int = Field(default=16, ge=1, le=256)
     """How many similar earlier requests to fetch draft trees of."""
     retrieval_deadline_s: float = Field(default=0.05, gt=0, le=5)

@@ -50,6 +50,16 @@ def wait_for(what: str, holds: Callable[[], bool], timeout_s: float = 90) -> flo
     return time.monotonic() - started
 
 
+def _insist(start: Callable[[], Any]) -> Any:
+    """Ray gives a node half a minute to come up, which a busy machine may not suffice for."""
+    for _ in range(4):
+        try:
+            return start()
+        except Exception as error:  # noqa: BLE001 - Ray raises nothing more special
+            failure = error
+    raise failure
+
+
 def save_tiny_model(folder: Path) -> None:
     """A random model of four layers that writes any bytes, with a context of 4,096 tokens."""
     import torch
@@ -114,7 +124,7 @@ class Site:
         }
         system = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}
         head = {"num_cpus": 0, "_system_config": system, **_NODE}
-        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.cluster = _insist(lambda: Cluster(initialize_head=True, head_node_args=head))
         self.workers = [self._add_worker() for _ in range(2)]
         ray.init(address=self.cluster.address, log_to_driver=False)
         serve.start(
@@ -145,7 +155,7 @@ class Site:
         serve.run(build_app(self.args.model_copy(update=changes)), name="valuspec")
 
     def _add_worker(self) -> Any:
-        return self.cluster.add_node(num_cpus=1, **_NODE)
+        return _insist(lambda: self.cluster.add_node(num_cpus=1, **_NODE))
 
     def kill_worker(self, number: int) -> None:
         """The node with all its processes is gone at once."""

@@ -9,6 +9,7 @@ from ray.serve.schema import ServeDeploySchema
 
 import deployments
 from deployments.app import build_app
+from deployments.retrieval import configured_store
 from deployments.settings import AppArgs
 
 SERVE_YAML = Path(deployments.__file__).parent / "serve.yaml"
@@ -51,3 +52,10 @@ def test_the_model_name_never_shows_a_path(tmp_path) -> None:
     assert AppArgs(model=str(folder)).model_name == "my-model"
     assert AppArgs(model="org/name").model_name == "org/name"
     assert AppArgs(model=str(folder), served_model_name="x").model_name == "x"
+
+
+def test_several_retrieval_replicas_share_a_store_or_are_refused() -> None:
+    assert configured_store(AppArgs()) is None
+    assert configured_store(AppArgs(num_retrieval_replicas=2, redis_url="redis://x")) == "redis://x"
+    with pytest.raises(ValueError, match="2 retrieval replicas need one store"):
+        configured_store(AppArgs(num_retrieval_replicas=2))
