@@ -1,8 +1,8 @@
 """The whole app on a Ray of several nodes, with a tiny model, to be broken piece by piece.
 
-Three nodes on this machine: the head (control service, controller, HTTP proxy and the light
-deployments) and two workers with one target replica each. The cluster's state and the draft trees
-lie in Valkey servers of their own. Every answer can be checked against plain decoding.
+Two nodes on this machine: the head (control service, controller, HTTP proxy, the light deployments
+and one target replica) and a worker with the other target replica. The cluster's state and the
+draft trees lie in Valkey servers of their own. Every answer can be checked against plain decoding.
 """
 
 from __future__ import annotations
@@ -123,9 +123,9 @@ class Site:
             "RAY_agent_register_timeout_ms": "180000",
         }
         system = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}
-        head = {"num_cpus": 0, "_system_config": system, **_NODE}
+        head = {"num_cpus": 1, "_system_config": system, **_NODE}
         self.cluster = _insist(lambda: Cluster(initialize_head=True, head_node_args=head))
-        self.workers = [self._add_worker() for _ in range(2)]
+        self.start_worker()
         ray.init(address=self.cluster.address, log_to_driver=False)
         serve.start(
             proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": self.port}
@@ -154,15 +154,23 @@ class Site:
         """Roll out the app with these settings changed; blocks until it runs."""
         serve.run(build_app(self.args.model_copy(update=changes)), name="valuspec")
 
-    def _add_worker(self) -> Any:
-        return _insist(lambda: self.cluster.add_node(num_cpus=1, **_NODE))
+    def start_worker(self) -> None:
+        self.worker = _insist(lambda: self.cluster.add_node(num_cpus=1, **_NODE))
 
-    def kill_worker(self, number: int) -> None:
+    def kill_worker(self) -> None:
         """The node with all its processes is gone at once."""
-        self.cluster.remove_node(self.workers[number], allow_graceful=False)
+        self.cluster.remove_node(self.worker, allow_graceful=False)
 
-    def restore_worker(self, number: int) -> None:
-        self.workers[number] = self._add_worker()
+    def prompt_of_worker(self) -> str:
+        """A prompt whose requests the worker's replica gets; equal ones go to the same replica."""
+        (raylet,) = self.worker.all_processes["raylet"]
+        for number in range(50):
+            prompt = f"for the worker {number}"
+            with self.stream(prompt, max_tokens=LONG) as choices:
+                next(choices)
+                if self.busy_replica().parent == raylet.process.pid:
+                    return prompt
+        raise AssertionError("no prompt of 50 reached the worker's replica")
 
     def ready(self) -> bool:
         """Both replicas run, and the app says so."""

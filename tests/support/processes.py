@@ -28,6 +28,10 @@ class Process:
         return int(fields[11]) + int(fields[12])
 
     @property
+    def parent(self) -> int:
+        return int(self._stat()[1])
+
+    @property
     def num_files(self) -> int:
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
