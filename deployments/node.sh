@@ -2,7 +2,8 @@
 # What a node of a cluster does; the cluster files call it, with this checkout in ~/valuspec and
 # the output of deployments/secrets.sh in ~/secrets.
 #
-#   sh node.sh setup               install the pinned product into ~/venv, mount the shared folder
+#   sh node.sh setup [PACKAGES]    install the pinned product into ~/venv, mount the shared folder;
+#                                  PACKAGES are what Ray's autoscaler needs of the cloud
 #   sh node.sh valkey              start Valkey, where there is none to use (head node)
 #   sh node.sh head|worker [ARGS]  join Ray; ARGS go to `ray start`
 #
@@ -19,7 +20,7 @@ setup() {
 		python3 -m venv ~/venv
 	fi
 	# faiss-cpu on GPU nodes as well: only retrieval searches, and it runs on a CPU node.
-	pip install -c "$here/constraints.txt" "$here[cpu]"
+	pip install -c "$here/constraints.txt" "$here[cpu]" "$@"
 	if ! grep -q cluster-env ~/.bashrc; then
 		# shellcheck disable=SC2016 # expanded by the shell that reads .bashrc
 		echo '. ~/secrets/cluster-env; export PATH=~/venv/bin:$PATH' >>~/.bashrc
@@ -51,7 +52,7 @@ join() {
 role=$1
 shift
 case $role in
-setup) setup ;;
+setup) setup "$@" ;;
 valkey) valkey ;;
 # The dashboard stays on the loopback address: `ray dashboard` forwards it.
 head) join --head --port=6379 --dashboard-host=127.0.0.1 \
