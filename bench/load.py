@@ -177,8 +177,8 @@ def _measure(args: argparse.Namespace) -> dict[int, Level]:
     options = ["--model", args.model, "--dtype", args.dtype, "--max-batch-size", batch]
     if args.thresholds is not None:
         options += ["--threshold-file", str(args.thresholds.absolute())]
-    with own_app(*options) as url:
-        return asyncio.run(over_http(args, url))
+    with own_app(*options) as app:
+        return asyncio.run(over_http(args, app.url))
 
 
 def _row(concurrency: int, r: dict[str, Any]) -> tuple[Any, ...]:

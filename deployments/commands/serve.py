@@ -47,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests decoded together (%(default)s)",
     )
     parser.add_argument(
+        "--max-waiting",
+        type=int,
+        default=defaults.max_waiting,
+        help="requests queued beyond those before the answer is 429 (%(default)s)",
+    )
+    parser.add_argument(
         "--kv-cache-tokens",
         type=int,
         help="tokens of context kept in memory (as many as 40 %% of it hold)",
@@ -99,6 +105,7 @@ def run(options: argparse.Namespace) -> int:
             device=options.device,
             exact=not options.fast,
             max_batch_size=options.max_batch_size,
+            max_waiting=options.max_waiting,
             kv_cache_tokens=options.kv_cache_tokens,
             num_threads=options.num_threads,
             draft=options.draft,

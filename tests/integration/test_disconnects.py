@@ -12,10 +12,9 @@ import torch
 from deployments.settings import AppArgs
 from tests.support import engines
 from tests.support.fake_port import InProcessPort
-from tests.support.http_app import Connection, serving
+from tests.support.http_app import Connection, assert_idle, serving
 from tests.support.tiny_models import tiny_target
 from valuspec.drafting.drafter import Drafter
-from valuspec.engine.engine import Engine
 from valuspec.engine.kv_cache import BLOCK
 from valuspec.engine.target import Target
 from valuspec.tree import DraftTree
@@ -80,7 +79,7 @@ def test_a_thousand_requests_with_disconnects_leave_nothing_and_cross_nothing(
         stats = asyncio.run(port.replica.stats())
     assert NUM_REQUESTS * 0.3 < whole < NUM_REQUESTS * 0.7
     assert stats["totals"]["valuspec_request_success_abort"] > NUM_REQUESTS / 20
-    assert_nothing_left(port, engine)
+    assert_idle(port)
     port.replica._loop.stop()
 
 
@@ -143,13 +142,3 @@ async def until(holds) -> None:
     async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110 - nothing signals it
             await asyncio.sleep(0.01)
-
-
-def assert_nothing_left(port: InProcessPort, engine: Engine) -> None:
-    replica = port.replica
-    assert replica._num_unfinished == 0
-    assert not replica._open_calls
-    assert not replica._loop._deliver
-    assert (engine.num_running, engine.num_waiting) == (0, 0)
-    assert engine.pool.num_available == engine.pool.num_blocks
-    assert sorted(engine._free_places) == list(range(ARGS.max_batch_size))

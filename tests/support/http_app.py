@@ -34,6 +34,17 @@ def serving(port: InProcessPort, args: AppArgs) -> Iterator[tuple[str, int]]:
         thread.join()
 
 
+def assert_idle(port: InProcessPort) -> None:
+    """Nothing is left of what a replica with a real engine has done."""
+    replica, engine = port.replica, port.engine
+    assert replica._num_unfinished == 0
+    assert not replica._open_calls
+    assert not replica._loop._deliver
+    assert (engine.num_running, engine.num_waiting) == (0, 0)
+    assert engine.pool.num_available == engine.pool.num_blocks
+    assert sorted(engine._free_places) == list(range(engine.max_batch_size))
+
+
 @dataclass
 class Response:
     """An HTTP answer as it comes in."""
