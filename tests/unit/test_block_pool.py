@@ -113,7 +113,9 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=num_histories(60), stateful_step_count=40)
+TestHistories.settings = settings(
+    max_examples=num_histories(60), stateful_step_count=40, deadline=None
+)
 
 
 def test_ten_thousand_steps_leave_nothing_behind() -> None:
