@@ -66,6 +66,8 @@ class Results:
                 "name another file or remove it"
             )
         found["failures"] = {}  # what failed is tried again
+        if about["revision"] not in found["about"]["revision"].split(", "):
+            found["about"]["revision"] += ", " + about["revision"]
         return cls(path, found)
 
     def has(self, cell: Cell, number: int) -> bool:

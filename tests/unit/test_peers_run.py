@@ -16,7 +16,7 @@ from bench.peers.run import Run
 from bench.peers.systems import SYSTEMS
 from bench.peers.workloads import Workload
 
-ABOUT: dict[str, Any] = {"settings": {"limit": 10}}
+ABOUT: dict[str, Any] = {"settings": {"limit": 10}, "revision": "abc"}
 SYSTEM_NAMES = ("vllm-plain", "vllm-suffix", "transformers-lookup")
 WORKLOAD = Workload(
     "mbpp", [[i] for i in range(10)], ["code"] * 10, [[[1], [2, 3]]] * 3, [[[1], [2]]] * 3
@@ -123,7 +123,9 @@ def test_a_system_that_fails_is_named_and_the_others_go_on(tmp_path: Path) -> No
 def test_results_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
     Results.open(tmp_path / "r.json", ABOUT).save()
     with pytest.raises(ValueError, match="name another file"):
-        Results.open(tmp_path / "r.json", {"settings": {"limit": 11}})
+        Results.open(tmp_path / "r.json", {"settings": {"limit": 11}, "revision": "abc"})
+    later = Results.open(tmp_path / "r.json", ABOUT | {"revision": "def"})
+    assert later.data["about"]["revision"] == "abc, def"
 
 
 def test_figures_of_a_cell() -> None:
