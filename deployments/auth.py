@@ -34,6 +34,8 @@ class ApiKeys:
                 tenant, key = "", entry
             if not key or (colon and not tenant):
                 raise ValueError("an API key entry must be 'tenant:key' or 'key', both not empty")
+            if "#" in tenant:  # divides a tenant's name from its requests' cache_salt
+                raise ValueError(f"the tenant name {tenant!r} must not hold a '#'")
             digest = _digest(key)
             self._tenants.append((digest, tenant or digest.hex()[:16]))
 

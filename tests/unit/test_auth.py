@@ -74,3 +74,8 @@ def test_a_key_variable_without_keys_does_not_open_the_server(value) -> None:
 def test_half_an_entry_is_an_error(entry) -> None:
     with pytest.raises(ValueError, match="must be"):
         ApiKeys([entry])
+
+
+def test_a_tenant_cannot_be_named_like_a_salted_one() -> None:
+    with pytest.raises(ValueError, match="'acme#1' must not hold"):
+        ApiKeys(["acme#1:key"])
