@@ -38,7 +38,6 @@ _VARIABLES = (
     "RAY_memory_monitor_refresh_ms",
     "RAY_agent_register_timeout_ms",
 )
-_NODE = {"object_store_memory": 80 << 20, "include_dashboard": False}
 
 
 def wait_for(what: str, holds: Callable[[], bool], timeout_s: float = 90) -> float:
@@ -48,6 +47,14 @@ def wait_for(what: str, holds: Callable[[], bool], timeout_s: float = 90) -> flo
         assert time.monotonic() - started < timeout_s, f"{what}: not within {timeout_s} s"
         time.sleep(0.05)
     return time.monotonic() - started
+
+
+def _node() -> dict[str, Any]:
+    """Options of a small node. It is given ports, or it would wait a few seconds at most for its
+    agents to choose them, which a busy machine may not suffice for."""
+    agents = ("metrics_agent", "metrics_export", "dashboard_agent_listen", "runtime_env_agent")
+    ports = {f"{agent}_port": free_port() for agent in agents}
+    return {"object_store_memory": 80 << 20, "include_dashboard": False, **ports}
 
 
 def _insist(start: Callable[[], Any]) -> Any:
@@ -123,7 +130,7 @@ class Site:
             "RAY_agent_register_timeout_ms": "180000",
         }
         system = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}
-        head = {"num_cpus": 1, "_system_config": system, **_NODE}
+        head = {"num_cpus": 1, "_system_config": system, **_node()}
         self.cluster = _insist(lambda: Cluster(initialize_head=True, head_node_args=head))
         self.start_worker()
         ray.init(address=self.cluster.address, log_to_driver=False)
@@ -155,7 +162,7 @@ class Site:
         serve.run(build_app(self.args.model_copy(update=changes)), name="valuspec")
 
     def start_worker(self) -> None:
-        self.worker = _insist(lambda: self.cluster.add_node(num_cpus=1, **_NODE))
+        self.worker = _insist(lambda: self.cluster.add_node(num_cpus=1, **_node()))
 
     def kill_worker(self) -> None:
         """The node with all its processes is gone at once."""
