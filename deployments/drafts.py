@@ -105,7 +105,9 @@ class DraftStore:
         """(namespace, tree) of the newest stored answers, to begin with; none where that fails."""
         try:
             async with asyncio.timeout(PATIENCE_S):
-                found: list[tuple[str, DraftTree]] = await self._recent.remote(max_nodes)
+                found: list[tuple[str, DraftTree]] = await self._recent.remote(
+                    self._model_fingerprint, max_nodes
+                )
         except Exception as error:  # noqa: BLE001 - a replica starts without, only slower
             logger.warning("no stored answers to begin with: %r", error)
             return []

@@ -79,9 +79,15 @@ class Retrieval:
             return "error"
         return await self._service.write_back(owner.namespace, prompt_ids, output_ids)
 
-    async def recent(self, max_nodes: int) -> list[tuple[str, DraftTree]]:
-        """What a new replica should know: (namespace, tree) of the newest answers."""
-        return await self._service.recent(max_nodes)
+    async def recent(self, model: str, max_nodes: int) -> list[tuple[str, DraftTree]]:
+        """What a new replica of a model should know: (namespace, tree) of the newest answers."""
+        try:
+            owners = await self._tenants.owners()
+        except StoreError as error:
+            logger.warning("a replica starts without stored answers: %s", error)
+            return []
+        namespaces = [owner.namespace for owner in owners if owner.model_fingerprint == model]
+        return await self._service.recent(namespaces, max_nodes)
 
     async def poll_thresholds(self, report: ReplicaReport) -> Polled:
         """Which threshold set is in force for the reporting replica's model."""

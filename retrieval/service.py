@@ -36,6 +36,8 @@ from valuspec.tree import DraftTree
 Outcome = Literal["hit", "miss", "timeout", "error", "open", "off"]
 WriteOutcome = Literal["stored", "dropped", "error", "open"]
 
+MAX_NAMESPACES = 64
+"""A new replica reads the answers of so many: it must not take long to start."""
 MAX_PENDING = 256
 MAX_PENDING_WRITES = 64
 
@@ -158,13 +160,16 @@ class RetrievalService:
         """
         return await asyncio.shield(self._filler.start_warming(namespace))
 
-    async def recent(self, max_nodes: int) -> list[tuple[str, DraftTree]]:
+    async def recent(
+        self, namespaces: Sequence[str], max_nodes: int
+    ) -> list[tuple[str, DraftTree]]:
         """(namespace, tree) of the newest trees, each namespace's oldest first, for a new replica.
 
-        Namespaces in use share max_nodes evenly. What cannot be read is left out; raises nothing
-        but CancelledError.
+        At most MAX_NAMESPACES share max_nodes evenly, those in use here before others. What cannot
+        be read is left out; raises nothing but CancelledError.
         """
-        namespaces = list(self._indexes.sizes())
+        in_use = self._indexes.sizes()
+        namespaces = sorted(namespaces, key=lambda name: name not in in_use)[:MAX_NAMESPACES]
         found: list[tuple[str, DraftTree]] = []
         for namespace in namespaces:
             trees = await self._spawn(self._newest(namespace, max_nodes // len(namespaces)))

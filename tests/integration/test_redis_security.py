@@ -108,7 +108,7 @@ def test_serving_needs_no_more_than_it_is_granted(valkey, home) -> None:
             await documents.aclose()
             await store_answers(made, range(5))
             assert (await look(made, 3)).outcome == "hit"
-            assert len(await made.recent(1000)) == 5
+            assert len(await made.recent([NS], 1000)) == 5
             with admin(valkey) as client:  # damaged, so it is deleted
                 client.set(f"vs:{{{NS}}}:tree:1", b"nonsense")
             store = RedisStore(url, connect_timeout_s=10, read_timeout_s=10)

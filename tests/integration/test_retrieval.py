@@ -56,16 +56,17 @@ def test_a_new_replica_is_told_the_newest_answers_of_every_namespace(
             await store_answers(made, range(6))
             await made.write_back("another", prompt(9), answer(9))
             length = len(answer(0))
-            recent = await made.recent(2 * 3 * length)
+            spaces = [NS, "another"]
+            recent = await made.recent(spaces, 2 * 3 * length)
             mine = [tree.tokens.tolist() for name, tree in recent if name == NS]
             assert mine == [answer(n) for n in (3, 4, 5)], "half of the nodes, the newest last"
             assert [name for name, _ in recent if name != NS] == ["another"]
-            everything = await made.recent(1000 * length)
+            everything = await made.recent(spaces, 1000 * length)
             assert len(everything) == 7
         async with service(valkey.url) as hasty:
             await eventually_hit(hasty)
             with stopped(valkey):
-                assert await hasty.recent(1000) == []
+                assert await hasty.recent(spaces, 1000) == []
 
     asyncio.run(scenario())
 
