@@ -107,7 +107,21 @@ def _speeds(book: Book, streams: int) -> list[str]:
         _grid(book, book.systems(), tok_s),
         "Over the system's own plain decoding / over the fastest plain decoding of all:",
         _grid(book, book.systems(), gains),
+        "ValuSpec over vLLM's suffix decoding / over the fastest other system:",
+        _lead(book, streams),
     ]
+
+
+def _lead(book: Book, streams: int) -> str:
+    found = []
+    for workload in book.workloads:
+        speeds = {
+            s.name: f.tok_s for s in book.systems() if (f := book.warm(workload, streams, s.name))
+        }
+        ours = speeds.pop(OURS, None)
+        others = [speeds.get("vllm-suffix"), max(speeds.values(), default=None)]
+        found.append(" / ".join(_number(ours / o if ours and o else None) for o in others))
+    return table(["", *book.workloads], [["ValuSpec over", *found]])
 
 
 def _identity(book: Book) -> list[str]:

@@ -63,6 +63,7 @@ def test_speeds_and_what_they_are_compared_with() -> None:
     assert row(page, "One stream", "vLLM, suffix decoding") == ["10.0", "10.0"]
     assert row(page, "One stream", "vLLM, suffix decoding", which=1) == ["2.00 / 2.00"] * 2
     assert row(page, "Eight streams", "transformers, prompt lookup") == ["-", "-"]
+    assert row(page, "One stream", "ValuSpec over") == ["1.50 / 1.50"] * 2
 
 
 def test_identity_is_against_the_systems_own_plain_answers() -> None:
