@@ -15,11 +15,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bench import common
+from bench import common, heads
 from valuspec.calibration import calibrate, reliability
+from valuspec.drafting.drafter import Drafter
 from valuspec.engine.measure import measure_cost
 from valuspec.engine.target import Target
+from valuspec.evidence import NUM_OCCURRENCE_CODES
 from valuspec.replay import Trajectory, filtered, plain, replay, unfiltered
+from valuspec.thresholds import ThresholdSet
 
 BATCH_SIZES = (1, 2, 4, 8)
 
@@ -35,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, help="use the first N requests of each file")
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--trees", type=int, default=16, help="draft trees retrieved per request")
+    parser.add_argument("--draft-head", type=Path, help="count its edges as well, alone and hybrid")
+    parser.add_argument("--head-limit", type=int, help="with every Nth calibration answer only")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
 
@@ -64,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "environment": common.environment(),
         },
     )
+    if args.draft_head is not None:
+        made = _with_head(made, target, args.draft_head, drafter, calibration, args.head_limit)
     args.out.write_text(made.to_json() + "\n")
 
     rows = []
@@ -99,6 +106,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
     )
     return 0
+
+
+def _with_head(
+    made: ThresholdSet,
+    target: Target,
+    folder: Path,
+    drafter: Drafter,
+    answers: Sequence[Trajectory],
+    every: int | None,
+) -> ThresholdSet:
+    """The set with the transfers of a draft head's edges; those that only occurred stay."""
+    seen, taken = made.seen.copy(), made.taken.copy()
+    for draft in ("eagle3", "hybrid"):
+        choice = heads.load(target, draft, folder)
+        assert choice is not None
+        replay_ = heads.HeadReplay(target, choice, drafter)
+        offered = replay_.offers(answers[:: every or 1])
+        counted = replay_.calibrate(offered, made.buckets[0].cost)
+        seen[NUM_OCCURRENCE_CODES:] += counted.seen[NUM_OCCURRENCE_CODES:]
+        taken[NUM_OCCURRENCE_CODES:] += counted.taken[NUM_OCCURRENCE_CODES:]
+    return replace(made, seen=seen, taken=taken)
 
 
 if __name__ == "__main__":

@@ -14,16 +14,19 @@ from tests.support.eagle_heads import random_head, slow_log_p
 from tests.support.engines import engine_of, plain, random_prompt, request, run
 from tests.support.tiny_models import VOCAB, byte_tokenizer, tiny_model, tiny_target, wrap
 from valuspec.cost import LiveCosts
+from valuspec.drafting.drafter import Drafter
 from valuspec.eagle3.head import DraftHead
 from valuspec.eagle3.loading import save_head
 from valuspec.eagle3.tree import TreeShape
 from valuspec.engine.engine import Engine
+from valuspec.engine.head_offers import HeadOffers
 from valuspec.engine.head_source import HeadChoice
 from valuspec.engine.kv_cache import own_blocks
 from valuspec.engine.proposal import keep_by_value
 from valuspec.engine.rows import SequenceRows
 from valuspec.engine.target import Target
 from valuspec.errors import ModelError
+from valuspec.replay import Trajectory
 
 LAYERS = {"num_hidden_layers": 4}
 Draft = Literal["eagle3", "hybrid"]
@@ -78,7 +81,7 @@ def test_requests_that_give_way_and_come_back(target) -> None:
 
 def test_the_head_sees_the_features_of_every_token_in_order(target) -> None:
     """After a step the next tree is the one that features computed afresh lead to."""
-    prompt = random_prompt(3, 150)
+    prompt = random_prompt(3, 40)
     engine = engine_with(target, "eagle3", max_batch_size=1)
     drafted = []
     asked_for = engine.head_source._drafter.draft
@@ -94,7 +97,7 @@ def test_the_head_sees_the_features_of_every_token_in_order(target) -> None:
     counts = [1, *(np.cumsum(output.stats.accepted[:3]) + np.arange(2, 5))]
     for count, draft in zip(counts, drafted, strict=False):
         known = np.array(context[: len(prompt) + count - 1])
-        cache = target.new_cache(own_blocks(1, 256))
+        cache = target.new_cache(own_blocks(1, 128))
         target.forward([SequenceRows.chain(0, 0, known)], cache)
         features = target.features[: len(known)]
         log_p = slow_log_p(head, features, context[1 : len(known) + 1], ())
@@ -149,6 +152,41 @@ def test_a_draft_is_left_out_while_it_does_not_pay(target) -> None:
 def test_other_architectures_are_refused() -> None:
     with pytest.raises(ModelError, match="Llama, Mistral, Qwen2 or Qwen3"):
         tiny_target("gpt2").show_features((1, 2, 3))
+
+
+@pytest.mark.parametrize("draft", ["eagle3", "hybrid"])
+def test_trees_along_known_answers_are_those_of_serving(target, draft) -> None:
+    """What rates are learned from is what they will be used on."""
+    prompts = [random_prompt(seed, 20 + 9 * seed) for seed in range(3)]
+    engine = engine_with(target, draft, max_batch_size=1)
+    served: list[list[tuple[list[int], list[int]]]] = []
+    extend = engine.head_source.extend
+
+    def listen(sequences, candidates, depths):
+        trees = extend(sequences, candidates, depths)
+        served[-1].append((trees[0].tree.tokens.tolist(), trees[0].tree.parents.tolist()))
+        return trees
+
+    engine.head_source.extend = listen
+    answers, accepted = [], []
+    for prompt in prompts:
+        served.append([])
+        asked = request("r", prompt, max_tokens=24, ignore_eos=True)
+        result = run(engine, [asked])["r"]
+        accepted.append(result.stats.accepted)
+        answers.append(
+            Trajectory(np.array(prompt, np.int32), np.array(result.token_ids, np.int32), 24)
+        )
+        engine.drafter = Drafter()  # answers do not draft for each other here
+    choice = HeadChoice(head_of(target), draft, TreeShape(6, 3, 40))
+    offers = list(HeadOffers(target, choice, Drafter()).along(answers))
+    for trees, counts, offered in zip(served, accepted, offers, strict=True):
+        assert len(offered) == 23
+        done = 0
+        for tree, count in zip(trees, counts, strict=False):
+            candidate = offered[done][0]
+            assert tree == (candidate.tree.tokens.tolist(), candidate.tree.parents.tolist())
+            done += count + 1
 
 
 def test_a_replica_drafts_with_the_head_it_is_given(tmp_path, monkeypatch) -> None:

@@ -45,6 +45,10 @@ def load_head(folder: Path, *, embedding: torch.Tensor, num_target_layers: int) 
             f"{folder} is a head for a vocabulary of {config.vocab_size}; the target's has "
             f"{vocab_size}. Choose a head that was trained for this target"
         )
+    if config.layer_ids[-1] >= num_target_layers:
+        raise ModelError(
+            f"{folder} reads layers {config.layer_ids}; the target has {num_target_layers}"
+        )
     state = _read_weights(folder)
     stored = state.pop("embed_tokens.weight", None)
     if stored is not None and stored.shape != embedding.shape:
