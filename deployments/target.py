@@ -161,16 +161,25 @@ class TargetReplica:
             return
         outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
         event_loop = asyncio.get_running_loop()
-        unfinished = {choice.request.request_id: choice for choice in choices}
+        by_id = {choice.request.request_id: choice for choice in choices}
+        unfinished = dict(by_id)
         self._open_calls[id(unfinished)] = unfinished
-        self._loop.submit(
-            [choice.request for choice in choices],
-            lambda output: _put(event_loop, outputs, output),
-        )
+
+        def arrived(output: StepOutput) -> None:
+            # Here, not where the client takes it: one who reads slowly must hold no place.
+            if output.finish_reason is not None and output.request_id in unfinished:
+                del unfinished[output.request_id]
+                self._count_unfinished(-1)
+            outputs.put_nowait(output)
+
+        def deliver(output: StepOutput) -> None:  # runs on the engine's thread
+            event_loop.call_soon_threadsafe(arrived, output)
+
+        self._loop.submit([choice.request for choice in choices], deliver)
         lookups = self._start_lookups(choices)
         deadline = started + self._args.request_timeout_s
         try:
-            while unfinished:
+            while by_id:
                 try:
                     async with asyncio.timeout(deadline - time.monotonic()):
                         output = await outputs.get()
@@ -183,10 +192,9 @@ class TargetReplica:
                         code="timeout",
                     )
                     return
-                choice = unfinished[output.request_id]
+                choice = by_id[output.request_id]
                 if output.finish_reason is not None:
-                    del unfinished[output.request_id]
-                    self._count_unfinished(-1)
+                    del by_id[output.request_id]
                 yield self._delta(choice, output, started)
         finally:
             for lookup in lookups:
@@ -194,9 +202,8 @@ class TargetReplica:
             del self._open_calls[id(unfinished)]
             self._count_unfinished(-len(unfinished))
             self._loop.cancel(list(unfinished))
-            self._telemetry.count(
-                "valuspec_request_success", len(unfinished), finished_reason="abort"
-            )
+            unfinished.clear()  # what is still on its way from the engine's thread counts no more
+            self._telemetry.count("valuspec_request_success", len(by_id), finished_reason="abort")
 
     def _count_unfinished(self, change: int) -> None:
         self._num_unfinished += change
@@ -364,10 +371,3 @@ class TargetReplica:
         self._loop.stop()
         self._engine.live_costs.close()
         self._log.close()
-
-
-def _put(
-    event_loop: asyncio.AbstractEventLoop, outputs: asyncio.Queue[StepOutput], output: StepOutput
-) -> None:
-    """Hand an output from the engine's thread to a request's coroutine."""
-    event_loop.call_soon_threadsafe(outputs.put_nowait, output)

@@ -365,11 +365,12 @@ def test_tenants_have_namespaces_of_their_own(port) -> None:
 class Connection:
     """One HTTP request driven by hand, so that the test decides when the client goes away."""
 
-    def __init__(self, app, body: dict, first: list[dict] | None = None) -> None:
+    def __init__(self, app, body: dict, first: list[dict] | None = None, window: int = 0) -> None:
+        """window: so many messages are taken before one is read; 0 for any number"""
         whole = {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
         self._messages = [whole] if first is None else first
         self._gone = asyncio.Event()
-        self.received: asyncio.Queue[dict] = asyncio.Queue()
+        self.received: asyncio.Queue[dict] = asyncio.Queue(window)
         scope = {
             "type": "http",
             "method": "POST",
@@ -414,6 +415,27 @@ def test_a_client_that_goes_away_frees_its_slot_before_the_next_step(port) -> No
 
 
 @pytest.mark.fault(51)
+def test_clients_that_do_not_read_stall_nobody(port) -> None:
+    async def scenario() -> None:
+        app = create_app(port, ARGS, ApiKeys([]))
+        body = {"prompt": "abc", "max_tokens": 100, "stream": True}
+        stuck = [Connection(app, body, window=1) for _ in range(4)]
+        for connection in stuck:
+            assert await connection.status() == 200
+        for _ in range(2):
+            other = Connection(app, {"prompt": "q", "max_tokens": 100, "stream": True})
+            assert await other.status() == 200
+            await asyncio.wait_for(other.task, 10)
+        assert not any(connection.task.done() for connection in stuck), "they read after all"
+        for connection in stuck:
+            connection.disconnect()
+            connection.received = asyncio.Queue()
+            connection.task.cancel()
+        await asyncio.gather(*(c.task for c in stuck), return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
 def test_beyond_batch_and_queue_the_answer_is_429_at_once(port) -> None:
     async def scenario() -> None:
         app = create_app(port, ARGS, ApiKeys([]))

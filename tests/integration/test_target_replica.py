@@ -151,10 +151,31 @@ def test_health_follows_the_engine(replica, engine) -> None:
     assert asyncio.run(replica.stats())["num_requests_unfinished"] == 0
 
 
+def test_an_answer_that_is_read_slowly_holds_no_place(replica, engine) -> None:
+    """It is computed to its end while nobody reads, and is still there for whoever does."""
+    call = GenerateCall(
+        request_id="r", tenant="t", params=SamplingParams(), max_tokens=40, prompts=("abc",), n=2
+    )
+
+    async def run() -> list:
+        replies = replica.generate(call)
+        first = await anext(replies)
+        while engine.has_work or replica._num_unfinished:  # noqa: ASYNC110 - nothing signals it
+            await asyncio.sleep(0)
+        return [first, *[reply async for reply in replies]]
+
+    replies = asyncio.run(run())
+    for index in (0, 1):
+        text = "".join(reply.text for reply in replies if reply.index == index)
+        assert text == ("abc" * 14)[:40]
+    assert sum(reply.finish_reason == "length" for reply in replies) == 2
+    assert replica._num_unfinished == 0
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_request_whose_time_is_up_is_given_up(engine, steps: int) -> None:
     """Before its first token and after; its place is free at once."""
-    args = AppArgs(model="fake", request_timeout_s=0.2)
+    args = AppArgs(model="fake", request_timeout_s=0.5)
     replica = TargetReplica(args, None, None, load=lambda _: (engine.target, engine))
     engine.hold_after_step = steps or None
     if not steps:
@@ -176,7 +197,7 @@ def test_a_request_whose_time_is_up_is_given_up(engine, steps: int) -> None:
         replica._loop.stop()
     assert len(deltas) == steps
     assert (refusal.status, refusal.code) == (504, "timeout")
-    assert "0.2 s" in refusal.message
+    assert "0.5 s" in refusal.message
     assert engine.cancelled == ["r-0"]
     assert replica._telemetry.totals()["valuspec_requests_refused_504"] == 1
     assert replica._num_unfinished == 0
