@@ -155,6 +155,8 @@ class Ours:
                 if step.stats is not None:
                     drafted += step.stats.num_draft_tokens
                     accepted += step.stats.num_accepted_tokens
+        if errors := self._engine.counters["draft_errors"]:
+            raise RuntimeError(f"drafting failed {errors} times; the engine goes on without")
         return list(outputs.values()), {"drafted": drafted, "accepted": accepted}
 
     def _drafter(self, mode: str, earlier: list[Trajectory], source: dict[str, Any]) -> Drafter:
