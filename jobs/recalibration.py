@@ -189,6 +189,8 @@ class _Run:
         made = learn(
             self.answers, self.split, self.costs, num_trees=num_trees, made_by="jobs.recalibrate"
         )
+        # The log does not hold what a draft head said: what is known of its edges stays.
+        made = made.with_draft_model_of(before)
         say(f"comparing on {len(self.split.evaluation)} held-out answers")
         evaluation = evaluate(
             self.answers.trajectories,

@@ -148,6 +148,15 @@ class ThresholdSet:
             local.append(replace(bucket, cost=cost, stream_tok_s=bucket.stream_tok_s * speed))
         return tuple(local)
 
+    def with_draft_model_of(self, other: ThresholdSet) -> ThresholdSet:
+        """This set, with what the other knows of a draft model's edges."""
+        cut = evidence.NUM_OCCURRENCE_CODES
+        return replace(
+            self,
+            seen=np.concatenate([self.seen[:cut], other.seen[cut:]]),
+            taken=np.concatenate([self.taken[:cut], other.taken[cut:]]),
+        )
+
     def validate(self, *, model_fingerprint: str) -> ThresholdSet:
         """Return self, or raise ThresholdError if the set was made for another model."""
         if model_fingerprint != self.model_fingerprint:

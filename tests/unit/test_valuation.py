@@ -215,6 +215,17 @@ def test_what_occurred_speaks_for_a_draft_models_edge_too() -> None:
     assert len(codes) == len(settings)
 
 
+def test_recalibration_from_text_alone_keeps_what_is_known_of_a_draft_model() -> None:
+    one, other = ThresholdSet.starting("model"), ThresholdSet.starting("model")
+    cut = ev.NUM_OCCURRENCE_CODES
+    seen, taken = other.seen.copy(), other.taken.copy()
+    seen[:cut], taken[:cut] = 0, 0
+    seen[cut:], taken[cut:] = 50, 40
+    mixed = one.with_draft_model_of(replace(other, seen=seen, taken=taken))
+    assert np.array_equal(mixed.rates[:cut], one.rates[:cut])
+    assert mixed.rates[cut:] == pytest.approx(0.8, abs=0.01)
+
+
 @settings(max_examples=200, deadline=None)
 @given(candidates())
 def test_signatures_are_in_range(candidate: CandidateTree) -> None:
