@@ -213,3 +213,23 @@ def test_padding_and_nan_never_leave() -> None:
     scores = np.array([0.5, np.nan, 0.9, -np.inf, 0.7], np.float32)
     found = top_k(ids_of(3, 4, -1, 6, 7), scores, 10)
     assert found.ids.tolist() == [7, 3]
+
+
+def test_a_search_of_some_groups_finds_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests come in topics; an IVF reads the groups around the query's."""
+    monkeypatch.setattr(segment, "IVF_ROWS", 1000)
+    monkeypatch.setattr(faiss_index, "TAIL_ROWS", 200)
+    rng = np.random.default_rng(3)
+    topics = unit_vectors(rng, 50, 32)
+    vectors = topics[rng.integers(0, 50, 4000)] + 0.3 * rng.standard_normal((4000, 32))
+    vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
+    index = FaissIndex(32)
+    for start in range(0, 4000, 100):
+        index.add(np.arange(start, start + 100), vectors[start : start + 100])
+    while index.compact():
+        pass
+    queries = vectors[rng.integers(0, 4000, 50)]
+    found = [set(index.search(query, 16).ids.tolist()) for query in queries]
+    best = [set(np.argsort(-(vectors @ query))[:16].tolist()) for query in queries]
+    recall = np.mean([len(f & b) / 16 for f, b in zip(found, best, strict=True)])
+    assert 0.8 < recall < 1  # below 1, or nothing was left out and this tests nothing
