@@ -173,6 +173,8 @@ class Target:
 
     def load_head(self, folder: Path) -> DraftHead:
         """Load an EAGLE-3 head for this target. Raises ModelError naming what does not fit."""
+        if self.device.type != "cpu":
+            raise ModelError(f"EAGLE-3 heads run beside a target on the CPU, not on {self.device}")
         return load_head(
             folder, embedding=self._lean().embedding, num_target_layers=self.num_layers
         )
