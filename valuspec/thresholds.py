@@ -26,6 +26,11 @@ PRIOR = 0.1
 """Transfer rate assumed where nothing at all was seen."""
 MAX_NODES = 1024
 """Largest tree the cost tables reach; larger trees keep at most this many nodes."""
+BELIEVED = (
+    np.append(evidence.PROBABILITY_EDGES, 1.0)
+    - np.diff(evidence.PROBABILITY_EDGES, prepend=0.0, append=1.0) / 2
+)
+"""Transfer rate assumed by bucket of draft probability: its middle."""
 STARTING_SET = Path(__file__).parent / "data" / "smollm2-135m-instruct.json"
 
 Counts = NDArray[np.int64]
@@ -118,7 +123,7 @@ class ThresholdSet:
             smoothed(self.seen[:cut].reshape(evidence.SHAPE),
                       self.taken[:cut].reshape(evidence.SHAPE)),
             smoothed(self.seen[cut:].reshape(evidence.DRAFT_MODEL_SHAPE),
-                      self.taken[cut:].reshape(evidence.DRAFT_MODEL_SHAPE)),
+                      self.taken[cut:].reshape(evidence.DRAFT_MODEL_SHAPE), BELIEVED),
         ]  # fmt: skip
         return np.concatenate([p.ravel() for p in parts]).astype(np.float32)
 
@@ -260,12 +265,18 @@ class ThresholdSet:
         }
 
 
-def smoothed(seen: Counts, taken: Counts) -> NDArray[np.float64]:
-    """Rates of the full signature; the prior of each is the rate with its last axis summed out."""
+def smoothed(
+    seen: Counts, taken: Counts, believed: NDArray[np.float64] | None = None
+) -> NDArray[np.float64]:
+    """Rates of the full signature; the prior of each is the rate with its last axis summed out.
+
+    believed: rates by the first axis, in place of the one rate of all edges together
+    """
     rate = np.asarray((taken.sum() + SMOOTHING * PRIOR) / (seen.sum() + SMOOTHING))
     for axes in range(1, seen.ndim + 1):
         coarser = tuple(range(axes, seen.ndim))
-        rate = (taken.sum(coarser) + SMOOTHING * rate[..., None]) / (seen.sum(coarser) + SMOOTHING)
+        prior = believed if axes == 1 and believed is not None else rate[..., None]
+        rate = (taken.sum(coarser) + SMOOTHING * prior) / (seen.sum(coarser) + SMOOTHING)
     return rate
 
 

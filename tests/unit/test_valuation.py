@@ -215,6 +215,15 @@ def test_what_occurred_speaks_for_a_draft_models_edge_too() -> None:
     assert len(codes) == len(settings)
 
 
+def test_a_draft_model_nobody_has_counted_is_believed() -> None:
+    tree = DraftTree.from_paths([[1], [2], [3]])
+    probability = np.array([0.02, 0.6, 0.97], np.float32)
+    evidence = Evidence.of_draft_model(tree, probability)
+    uncounted = replace(ThresholdSet.starting("m"), seen=np.zeros(ev.NUM_CODES, np.int64),
+                        taken=np.zeros(ev.NUM_CODES, np.int64))  # fmt: skip
+    assert uncounted.rates[signatures(evidence)] == pytest.approx([0.02, 0.6, 0.97], abs=0.01)
+
+
 def test_recalibration_from_text_alone_keeps_what_is_known_of_a_draft_model() -> None:
     one, other = ThresholdSet.starting("model"), ThresholdSet.starting("model")
     cut = ev.NUM_OCCURRENCE_CODES
