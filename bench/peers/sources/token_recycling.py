@@ -7,6 +7,7 @@ the fixed tree of 80 nodes filled in from the matrix, beginning at the pending t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,6 @@ from numpy.typing import NDArray
 from bench.answers import top_ids
 from bench.peers.sources.session import PeerDrafter, fitted
 from valuspec.drafting.drafter import TokenIds
-from valuspec.engine import engine as engine_module
 from valuspec.engine import proposal
 from valuspec.engine.kv_cache import KvCache
 from valuspec.engine.rows import SequenceRows
@@ -136,12 +136,16 @@ class WatchedTarget:
 @contextmanager
 def room_for_its_tree() -> Iterator[None]:
     """Let the engine verify the 80 nodes its authors use; its own limit is lower."""
-    modules = (engine_module, proposal)
-    limits = [module.MAX_TREE_NODES for module in modules]
+    limit = proposal.MAX_TREE_NODES
+    modules = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("valuspec.engine.") and hasattr(module, "MAX_TREE_NODES")
+    ]
     for module in modules:
         module.MAX_TREE_NODES = len(TEMPLATE)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        for module, limit in zip(modules, limits, strict=True):
+        for module in modules:
             module.MAX_TREE_NODES = limit  # type: ignore[attr-defined]
