@@ -42,7 +42,7 @@ def assert_idle(port: InProcessPort) -> None:
     assert not replica._loop._deliver
     assert (engine.num_running, engine.num_waiting) == (0, 0)
     assert engine.pool.num_available == engine.pool.num_blocks
-    assert sorted(engine._free_places) == list(range(engine.max_batch_size))
+    assert sorted(engine._places.free) == list(range(engine.max_batch_size))
 
 
 @dataclass

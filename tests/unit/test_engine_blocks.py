@@ -168,7 +168,7 @@ def test_nothing_leaks_over_a_random_history(target: Target) -> None:
         assert engine.pool.num_available == engine.pool.num_blocks - len(used)
     assert not live
     assert engine.pool.num_available == engine.pool.num_blocks
-    assert sorted(engine._free_places) == list(range(5))
+    assert sorted(engine._places.free) == list(range(5))
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "seeded"])

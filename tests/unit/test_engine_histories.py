@@ -123,7 +123,7 @@ def run(engine: Engine, history: list[Client]) -> list[Result]:
 def check_books(engine: Engine) -> None:
     """Places and blocks, counted anew from what each sequence holds."""
     places = [s.place for s in engine._running]
-    assert sorted(places + engine._free_places) == list(range(engine.max_batch_size))
+    assert sorted(places + engine._places.free) == list(range(engine.max_batch_size))
     held = [block for s in engine._running for block in s.blocks]
     for s in engine._running:
         assert len(set(s.blocks)) == len(s.blocks)

@@ -32,6 +32,7 @@ from valuspec.engine.attention import Attention
 from valuspec.engine.engine import Engine
 from valuspec.engine.kv_cache import BLOCK, KvCache
 from valuspec.engine.path_attention import PathAttention
+from valuspec.engine.places import Places
 from valuspec.engine.probe import choose_exact_mode
 from valuspec.engine.row_ops import ResidualStream, Rotary
 from valuspec.engine.rows import SequenceRows
@@ -222,8 +223,8 @@ MUTATIONS = [
     # ---- the batch
     Mutation("a key that forgets what came before", sequence_module, "next_key",
              "key + np", "np", sharing),
-    Mutation("a table that is not written", Engine, "_grow",
-             "self._cache.tables[sequence.place, : len(sequence.blocks)]", "_"),
+    Mutation("a table that is not written", Places, "grow",
+             "self.tables[sequence.place, : len(sequence.blocks)]", "_"),
     TwoZoneMutation("results of batch mates swapped", two_zone, "_build_group",
              "places.append(i * width + ", "places.append((count - 1 - i) * width + "),
     Mutation("one row's values written for all", path_kernels, "store",

@@ -19,13 +19,14 @@ import torch
 
 from valuspec.cost import LiveCosts
 from valuspec.drafting.drafter import Drafter
-from valuspec.engine.block_pool import BlockPool, Key
+from valuspec.engine.block_pool import BlockPool
 from valuspec.engine.head_source import HeadChoice, HeadSource
 from valuspec.engine.kv_cache import BLOCK
-from valuspec.engine.proposal import MAX_TREE_NODES, Filter, Proposer, keep_by_value
+from valuspec.engine.places import Places, blocks_for
+from valuspec.engine.proposal import Filter, Proposer, keep_by_value
 from valuspec.engine.rows import SequenceRows
 from valuspec.engine.sampling import greedy_token, sample_token
-from valuspec.engine.scheduler import PREFILL_ROWS, Running, Waiting, schedule
+from valuspec.engine.scheduler import PREFILL_ROWS, schedule
 from valuspec.engine.sequence import Sequence
 from valuspec.engine.target import Target
 from valuspec.engine.types import GenerationRequest, StepOutput
@@ -63,21 +64,20 @@ class Engine:
         self.live_costs = LiveCosts({})
         """Told how long each decode step's forward took."""
         self.counters: Counter[str] = Counter()
-        per_sequence = _blocks_for(target.max_model_len)
+        per_sequence = blocks_for(target.max_model_len)
         if kv_tokens is None:
             kv_tokens = target.affordable_tokens(max_batch_size * per_sequence * BLOCK)
-        self.pool = BlockPool(max(1, kv_tokens // BLOCK))
+        num_blocks = max(1, kv_tokens // BLOCK)
         tables = np.zeros((max_batch_size, per_sequence), np.int64)
-        self._cache = target.new_cache(tables, self.pool.num_blocks)
-        self._reuse_prefixes = reuse_prefixes
-        self._free_places = list(range(max_batch_size - 1, -1, -1))
+        self._cache = target.new_cache(tables, num_blocks)
+        self._places = Places(tables, num_blocks, reuse_prefixes=reuse_prefixes)
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # in order of admission
         # In envelope mode all rows of a forward must fit the one width.
         self._row_limit = target.min_width if target.exact_mode == "envelope" else None
         self.head_source: HeadSource | None = None
         if head is not None:
-            self.head_source = HeadSource(head, tables, self.pool.num_blocks)
+            self.head_source = HeadSource(head, tables, num_blocks)
             target.show_features(self.head_source.layer_ids)
         self._proposer = Proposer(
             max_depth=target.max_tree_depth,
@@ -116,12 +116,11 @@ class Engine:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        room = self.pool.num_blocks * BLOCK
-        if _blocks_for(wanted) > self.pool.num_blocks:
+        if blocks_for(wanted) > self.pool.num_blocks:
             raise RequestError(
                 f"{wanted} tokens were requested ({len(prompt)} in the prompt, "
                 f"{request.params.max_tokens} for the output), but the cache of this server holds "
-                f"{room} with its work space. Shorten the prompt or lower max_tokens.",
+                f"{self.kv_tokens} with its work space. Shorten the prompt or lower max_tokens.",
                 param="prompt",
                 code="context_length_exceeded",
             )
@@ -171,6 +170,11 @@ class Engine:
         return len(self._waiting)
 
     @property
+    def pool(self) -> BlockPool:
+        """The cache's blocks."""
+        return self._places.pool
+
+    @property
     def kv_tokens(self) -> int:
         """Tokens whose keys and values the cache holds."""
         return self.pool.num_blocks * BLOCK
@@ -188,9 +192,10 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """Run one step and return what each request gained by it."""
+        places = self._places
         plan = schedule(
-            [self._as_running(s) for s in self._running],
-            [self._as_waiting(s) for s in itertools.islice(self._waiting, len(self._free_places))],
+            [places.as_running(s) for s in self._running],
+            [places.as_waiting(s) for s in itertools.islice(self._waiting, len(places.free))],
             num_places=self.max_batch_size,
             num_blocks=self.pool.num_available,
             prefill_rows=self._row_limit or PREFILL_ROWS,
@@ -206,40 +211,15 @@ class Engine:
         else:  # rows of both may not fit the envelope together
             outputs = self._compute(decoding, []) + self._compute([], chunks)
         for sequence in self._running:
-            self._offer_blocks(sequence)
+            places.offer(sequence)
         for sequence in [s for s in self._running if s.finish_reason is not None]:
             self._release(sequence)
         return outputs
 
-    # ---- blocks
-
-    def _as_running(self, sequence: Sequence) -> Running:
-        growth = 0
-        if sequence.committed == sequence.context:
-            growth = _blocks_for(sequence.committed) - len(sequence.blocks)
-        alone = sum(self.pool.num_users(block) == 1 for block in sequence.blocks)
-        return Running(sequence.context, sequence.committed, growth, alone)
-
-    def _as_waiting(self, sequence: Sequence) -> Waiting:
-        found = self.pool.find(self._reusable(sequence))
-        in_use = sum(self.pool.num_users(block) > 0 for block in found)
-        wanted = _blocks_for(sequence.context) - in_use
-        return Waiting(sequence.context, wanted, len(found) * BLOCK)
-
-    def _reusable(self, sequence: Sequence) -> list[Key]:
-        """Keys of the blocks a sequence may take over; its last prompt token is computed anew, as
-        its logits are wanted."""
-        most = sequence.context - (0 if sequence.output_ids else 1)
-        return sequence.extend_keys()[: most // BLOCK]
-
     def _admit(self, sequence: Sequence) -> None:
         request = sequence.request
-        sequence.place = self._free_places.pop()
+        self._places.take(sequence)
         self._running.append(sequence)
-        sequence.blocks = self.pool.share(self._reusable(sequence))
-        sequence.num_kept = len(sequence.blocks)
-        sequence.committed = len(sequence.blocks) * BLOCK
-        self._grow(sequence, sequence.context)
         if sequence.session is None:
             sequence.stats.num_cached_tokens = min(sequence.committed, len(request.prompt_ids))
             sequence.admit(self.thresholds, self.target.eos_token_ids)
@@ -248,29 +228,12 @@ class Engine:
                 sequence.session.extend(sequence.output_ids)
                 sequence.session.add_retrieved(sequence.early_trees)
 
-    def _grow(self, sequence: Sequence, num_tokens: int) -> None:
-        """Give a sequence blocks for `num_tokens` and a tree."""
-        sequence.blocks += self.pool.allocate(_blocks_for(num_tokens) - len(sequence.blocks))
-        self._cache.tables[sequence.place, : len(sequence.blocks)] = sequence.blocks
-
-    def _offer_blocks(self, sequence: Sequence) -> None:
-        """Let others share the blocks that have become full."""
-        # An accepted run may have ended early: the cache then holds more than the output.
-        full = min(sequence.committed, sequence.context) // BLOCK
-        if self._reuse_prefixes and sequence.num_kept < full:
-            keys = sequence.extend_keys()
-            for index in range(sequence.num_kept, full):
-                self.pool.keep(sequence.blocks[index], keys[index])
-            sequence.num_kept = full
-
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence out of the batch; its place and blocks are free."""
         self._running.remove(sequence)
         if self.head_source is not None:
             self.head_source.forget(sequence.place)
-        self._free_places.append(sequence.place)
-        self.pool.release(sequence.blocks)
-        sequence.place, sequence.blocks, sequence.committed = -1, [], 0
+        self._places.give_back(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Make room: the sequence computes its context anew when there is room again."""
@@ -294,7 +257,7 @@ class Engine:
             return []
         started = time.perf_counter()
         for sequence in decoding:
-            self._grow(sequence, sequence.committed)
+            self._places.grow(sequence, sequence.committed)
         trees = self._proposer.rows(decoding, self.node_filter)
         chunks = [_next_chunk(sequence, num_rows) for sequence, num_rows in filling]
         num_tree_rows = sum(map(len, trees))
@@ -383,11 +346,6 @@ def _next_chunk(sequence: Sequence, num_rows: int) -> SequenceRows:
     first = sequence.committed
     tokens = sequence.tokens(first, min(first + num_rows, sequence.context))
     return SequenceRows.chain(sequence.place, first, tokens)
-
-
-def _blocks_for(num_tokens: int) -> int:
-    """Blocks for so many committed tokens and the largest tree behind them."""
-    return -(-(num_tokens + 1 + MAX_TREE_NODES) // BLOCK)
 
 
 def _refuse_id(request_id: str) -> NoReturn:

@@ -1,0 +1,78 @@
+"""Places in the batch, and the cache's blocks of the sequences that hold one."""
+
+from __future__ import annotations
+
+from valuspec.engine.block_pool import BlockPool, Key
+from valuspec.engine.kv_cache import BLOCK, Int64Array
+from valuspec.engine.proposal import MAX_TREE_NODES
+from valuspec.engine.scheduler import Running, Waiting
+from valuspec.engine.sequence import Sequence
+
+
+def blocks_for(num_tokens: int) -> int:
+    """Blocks for so many committed tokens and the largest tree behind them."""
+    return -(-(num_tokens + 1 + MAX_TREE_NODES) // BLOCK)
+
+
+class Places:
+    """Gives sequences a place and blocks, and takes them back.
+
+    tables: int64 [places, blocks of a sequence]; written here, read by the cache
+    reuse_prefixes: let sequences of a namespace that begin alike share blocks
+    """
+
+    def __init__(self, tables: Int64Array, num_blocks: int, *, reuse_prefixes: bool) -> None:
+        self.tables = tables
+        self.pool = BlockPool(num_blocks)
+        self.free = list(range(len(tables) - 1, -1, -1))
+        self._reuse_prefixes = reuse_prefixes
+
+    def as_running(self, sequence: Sequence) -> Running:
+        """What the scheduler has to know of a sequence with a place."""
+        growth = 0
+        if sequence.committed == sequence.context:
+            growth = blocks_for(sequence.committed) - len(sequence.blocks)
+        alone = sum(self.pool.num_users(block) == 1 for block in sequence.blocks)
+        return Running(sequence.context, sequence.committed, growth, alone)
+
+    def as_waiting(self, sequence: Sequence) -> Waiting:
+        """What the scheduler has to know of a sequence without one."""
+        found = self.pool.find(self._reusable(sequence))
+        in_use = sum(self.pool.num_users(block) > 0 for block in found)
+        wanted = blocks_for(sequence.context) - in_use
+        return Waiting(sequence.context, wanted, len(found) * BLOCK)
+
+    def take(self, sequence: Sequence) -> None:
+        """Give a sequence a place and blocks for its context, those it can share to begin with."""
+        sequence.place = self.free.pop()
+        sequence.blocks = self.pool.share(self._reusable(sequence))
+        sequence.num_kept = len(sequence.blocks)
+        sequence.committed = len(sequence.blocks) * BLOCK
+        self.grow(sequence, sequence.context)
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> None:
+        """Give a sequence blocks for `num_tokens` and a tree."""
+        sequence.blocks += self.pool.allocate(blocks_for(num_tokens) - len(sequence.blocks))
+        self.tables[sequence.place, : len(sequence.blocks)] = sequence.blocks
+
+    def offer(self, sequence: Sequence) -> None:
+        """Let others share the blocks that have become full."""
+        # An accepted run may have ended early: the cache then holds more than the output.
+        full = min(sequence.committed, sequence.context) // BLOCK
+        if self._reuse_prefixes and sequence.num_kept < full:
+            keys = sequence.extend_keys()
+            for index in range(sequence.num_kept, full):
+                self.pool.keep(sequence.blocks[index], keys[index])
+            sequence.num_kept = full
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Free a sequence's place, and its blocks as far as nobody shares them."""
+        self.free.append(sequence.place)
+        self.pool.release(sequence.blocks)
+        sequence.place, sequence.blocks, sequence.committed = -1, [], 0
+
+    def _reusable(self, sequence: Sequence) -> list[Key]:
+        """Keys of the blocks a sequence may take over; its last prompt token is computed anew, as
+        its logits are wanted."""
+        most = sequence.context - (0 if sequence.output_ids else 1)
+        return sequence.extend_keys()[: most // BLOCK]
