@@ -31,8 +31,8 @@ TRIAL_EVERY = 16
 """So often a draft is made although it has not paid, to notice when it would."""
 MEMORY = 0.05
 """Weight of the latest draft in the averages."""
-CPU_SHAPE = TreeShape(top_k=4, depth=3, total_tokens=25)
-"""Where a level of the tree takes a tenth of a plain step, deep trees do not pay."""
+CPU_SHAPE = TreeShape(top_k=4, depth=1, total_tokens=13)
+"""Where a level of the tree takes a fifth of a plain step, deep trees do not pay."""
 
 
 @dataclass(frozen=True, slots=True)
