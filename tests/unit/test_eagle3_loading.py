@@ -15,7 +15,7 @@ from valuspec.eagle3.head import DraftHead
 from valuspec.eagle3.loading import load_head, save_head
 from valuspec.errors import ModelError
 
-LAYERS = 6
+LAYERS = 8
 
 
 def load(folder: Path, head: DraftHead) -> DraftHead:

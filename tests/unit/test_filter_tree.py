@@ -75,7 +75,7 @@ def test_what_is_no_tree_is_refused(parents, evidence, message) -> None:
 def test_drafting_time_lowers_the_speed_that_is_expected() -> None:
     """And with it the price of a node: a step that took long already may verify more."""
     cost = CostStaircase((1, 64), (0.02, 0.08))
-    answer = list(range(40)) * 3
+    answer = list(range(40)) * 12
 
     def steps():
         for done in range(1, len(answer) - 2):
