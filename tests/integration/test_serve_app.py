@@ -40,7 +40,7 @@ def valkey() -> Iterator[EmbeddedValkey]:
 @pytest.fixture(scope="module")
 def app(valkey: EmbeddedValkey) -> Iterator[None]:
     """One app for all tests here; the last ones break parts of it."""
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
     serve.run(build_app(AppArgs(redis_url=valkey.url)), name="valuspec")
     yield

@@ -94,6 +94,7 @@ def test_serve_finds_the_policy_by_name() -> None:
 
 def test_a_replica_reports_what_it_has_to_do() -> None:
     engine = FakeEngine(FakeTarget())
+    engine.hold_after_step = 1
     args = AppArgs(model="fake", max_batch_size=2)
     replica = TargetReplica(args, None, None, load=lambda _: (engine.target, engine))
     call = GenerateCall(
@@ -105,6 +106,7 @@ def test_a_replica_reports_what_it_has_to_do() -> None:
         seen = [replica.record_autoscaling_stats()[LOAD_METRIC]]
         async for _ in replies:
             seen.append(replica.record_autoscaling_stats()[LOAD_METRIC])
+            engine.gate.set()
         return [*seen, replica.record_autoscaling_stats()[LOAD_METRIC]]
 
     try:
