@@ -25,11 +25,17 @@ NONE = "-"
 
 def render(data: dict[str, Any], notes: str = "") -> str:
     """The page, as Markdown."""
+    heading = [
+        "# Benchmarks",
+        "Made by `python -m bench.peers.page` from measured results; not edited by hand.",
+    ]
+    if not data["cells"]:
+        nothing = "Nothing has been measured yet. To measure: `make peers DATA=FOLDER`."
+        return "\n\n".join([*heading, nothing]) + "\n"
     book = Book(data)
     about, failures = data["about"], data["failures"]
     parts = [
-        "# Benchmarks",
-        "Made by `python -m bench.peers.page` from measured results; not edited by hand.",
+        *heading,
         method.machine(about),
         method.gaps(book, failures),
     ]
@@ -205,7 +211,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     data = json.loads(results.read_text())
     notes = results.with_suffix(".notes.md")
     page.write_text(render(data, notes.read_text() if notes.is_file() else ""))
-    draw(Book(data), page.with_suffix(""))
+    if data["cells"]:
+        draw(Book(data), page.with_suffix(""))
     return 0
 
 
