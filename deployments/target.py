@@ -10,12 +10,12 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ray.serve.handle import DeploymentHandle
 
 from deployments.autoscaling import LOAD_METRIC, load
+from deployments.choices import Choice, make_choices
 from deployments.drafts import DraftStore
 from deployments.engine_loop import EngineLoop
 from deployments.loading import Engine, Target, load_engine
@@ -28,14 +28,12 @@ from deployments.messages import (
     ModelCard,
     Refusal,
     Reply,
-    RetrievalReport,
 )
 from deployments.replica_log import ReplicaLog
 from deployments.replica_thresholds import ReplicaThresholds
 from deployments.settings import AppArgs
 from deployments.telemetry import Telemetry
-from retrieval.tenants import Owner
-from valuspec.engine.types import GenerationRequest, RequestStats, StepOutput
+from valuspec.engine.types import RequestStats, StepOutput
 from valuspec.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -44,20 +42,6 @@ logger = logging.getLogger(__name__)
 STALLED_AFTER_S = 120.0
 #: Nodes of stored trees a replica reads before its first request: half of the shared store.
 WARM_NODES = 1 << 17
-#: A text of more characters per token of context than this is tokenised in part first.
-_CHARS_TO_TRY = 8
-
-
-@dataclass(slots=True)
-class _Choice:
-    """A choice being generated."""
-
-    index: int
-    owner: Owner
-    request: GenerationRequest
-    retrieval: RetrievalReport
-    output_ids: list[int] = field(default_factory=list)
-    first_token_s: float | None = None
 
 
 class TargetReplica:
@@ -96,7 +80,7 @@ class TargetReplica:
             )
         self._warmed = False
         self._num_unfinished = 0
-        self._open_calls: dict[int, dict[str, _Choice]] = {}
+        self._open_calls: dict[int, dict[str, Choice]] = {}
         self._loaded_at = int(time.time())
         self._telemetry.gauge("valuspec_exact", float(self._target.exact))
         if not self._target.exact:
@@ -149,7 +133,7 @@ class TargetReplica:
         # come together cannot both take the last one.
         self._count_unfinished(num_choices)
         try:
-            choices = await asyncio.to_thread(self._choices, call)
+            choices = await asyncio.to_thread(make_choices, call, self._target, self._engine)
         except BaseException as error:
             self._count_unfinished(-num_choices)
             if not isinstance(error, RequestError):
@@ -212,64 +196,11 @@ class TargetReplica:
         self._telemetry.gauge("valuspec_num_requests_waiting", self._num_unfinished - running)
         self._telemetry.gauge("valuspec_kv_cache_usage", self._engine.kv_usage)
 
-    def _choices(self, call: GenerateCall) -> list[_Choice]:
-        """Tokenise and check every choice before any is admitted. Raises RequestError."""
-        if call.messages is not None:
-            self._check_length("".join(message["content"] for message in call.messages))
-            prompts = [self._target.render_chat(list(call.messages))]
-        else:
-            prompts = [
-                self._encode(prompt) if isinstance(prompt, str) else list(prompt)
-                for prompt in call.prompts
-            ]
-        owner = Owner(
-            call.tenant, self._target.model_fingerprint, self._target.tokenizer_fingerprint
-        )
-        space = owner.namespace
-        choices: list[_Choice] = []
-        for number, prompt_ids in enumerate(prompts):
-            room = self._target.max_model_len - len(prompt_ids)
-            max_tokens = max(room, 1) if call.max_tokens is None else call.max_tokens
-            retrieval = RetrievalReport()  # one lookup, shared by the prompt's choices
-            for repeat in range(call.n):
-                index = number * call.n + repeat
-                if call.resumed is not None and index not in call.resumed:
-                    continue
-                resumed_ids = call.resumed[index] if call.resumed is not None else ()
-                seed = (call.params.seed + repeat) % 2**63
-                request = GenerationRequest(
-                    request_id=f"{call.request_id}-{index}",
-                    prompt_ids=tuple(prompt_ids),
-                    params=replace(call.params, max_tokens=max_tokens, seed=seed),
-                    namespace=space,
-                    resumed_ids=resumed_ids,
-                )
-                self._engine.validate(request)
-                choices.append(_Choice(index, owner, request, retrieval, list(resumed_ids)))
-        return choices
-
-    def _encode(self, prompt: str) -> list[int]:
-        self._check_length(prompt)
-        return self._target.encode(prompt)
-
-    def _check_length(self, prompt: str) -> None:
-        """Raise RequestError for a text far too long, without tokenising all of it."""
-        limit = self._target.max_model_len
-        if len(prompt) > limit * _CHARS_TO_TRY:
-            num_tokens = len(self._target.encode(prompt[: limit * _CHARS_TO_TRY]))
-            if num_tokens > limit + 1:  # one token may end differently where the text was cut
-                raise RequestError(
-                    f"This model's maximum context length is {limit} tokens, but the prompt has "
-                    f"more than {num_tokens - 1}. Shorten the prompt.",
-                    param="prompt",
-                    code="context_length_exceeded",
-                )
-
-    def _start_lookups(self, choices: list[_Choice]) -> list[asyncio.Task[None]]:
+    def _start_lookups(self, choices: list[Choice]) -> list[asyncio.Task[None]]:
         """One lookup per prompt, beside prefill."""
         if self._drafts is None or not choices[0].request.params.speculative:
             return []
-        prompts: dict[int, list[_Choice]] = {}
+        prompts: dict[int, list[Choice]] = {}
         for choice in choices:
             prompts.setdefault(id(choice.retrieval), []).append(choice)
         return [
@@ -277,13 +208,13 @@ class TargetReplica:
             for same_prompt in prompts.values()
         ]
 
-    async def _look_up(self, drafts: DraftStore, choices: list[_Choice]) -> None:
+    async def _look_up(self, drafts: DraftStore, choices: list[Choice]) -> None:
         request = choices[0].request
         trees = await drafts.lookup(request.namespace, request.prompt_ids, choices[0].retrieval)
         if trees:
             self._loop.attach_retrieved([c.request.request_id for c in choices], trees)
 
-    def _delta(self, choice: _Choice, output: StepOutput, started: float) -> Delta:
+    def _delta(self, choice: Choice, output: StepOutput, started: float) -> Delta:
         now = time.monotonic()
         choice.output_ids.extend(output.token_ids)
         if choice.first_token_s is None and output.token_ids:
@@ -310,7 +241,7 @@ class TargetReplica:
         )
 
     def _keep(
-        self, choice: _Choice, finish_reason: Literal["stop", "length"], stats: RequestStats
+        self, choice: Choice, finish_reason: Literal["stop", "length"], stats: RequestStats
     ) -> None:
         """Store and log a whole greedy answer, off the path."""
         request, output_ids = choice.request, tuple(choice.output_ids)

@@ -355,8 +355,11 @@ def _sum_in_lanes(x: Any, lanes: Any) -> Any:
     for step in range(whole):
         some = x[8 * LANES * step : 8 * LANES * (step + 1)]
         for i in range(LANES):
-            half = lanes[i] + some[i] + some[i + 16] + some[i + 32] + some[i + 48]
-            lanes[i] = half + some[i + 64] + some[i + 80] + some[i + 96] + some[i + 112]
+            lanes[i] = (
+                lanes[i] + some[i] + some[i + LANES] + some[i + 2 * LANES] + some[i + 3 * LANES]
+                + some[i + 4 * LANES] + some[i + 5 * LANES] + some[i + 6 * LANES]
+                + some[i + 7 * LANES]
+            )  # fmt: skip
     for j in range(8 * LANES * whole, x.size, LANES):
         some = x[j : j + LANES]
         for lane in range(LANES):
