@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import httpx
 
-from deployments.engine_loop import EngineLoop
 from valuspec.engine.engine import Engine
 from valuspec.engine.types import GenerationRequest, SamplingParams, StepOutput
 from valuspec.tree import DraftTree
@@ -104,7 +103,10 @@ class HttpClient:
 
 
 class EngineClient:
-    """An engine on a thread of its own, as a replica runs it.
+    """An engine that takes its steps between the events of this thread's event loop.
+
+    Not on a thread of its own: the target has computed in this one already, and OpenMP's workers
+    of two threads disturb each other (`deployments.engine_loop`).
 
     trees: retrieved ones, by prompt; None for plain decoding
     """
@@ -116,11 +118,13 @@ class EngineClient:
         namespace: str,
         trees: Mapping[tuple[int, ...], Sequence[DraftTree]] | None,
     ) -> None:
-        self._loop = EngineLoop(engine)
+        self._engine = engine
         self._max_tokens = max_tokens
         self._namespace = namespace
         self._trees = trees
+        self._outputs: dict[str, asyncio.Queue[StepOutput]] = {}
         self._count = 0
+        self._stepping: asyncio.Task[None] | None = None
 
     async def ask(self, prompt_ids: Sequence[int]) -> Timed:
         self._count += 1
@@ -130,17 +134,14 @@ class EngineClient:
             params=SamplingParams(max_tokens=self._max_tokens, speculative=self._trees is not None),
             namespace=self._namespace,
         )
-        outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
-        event_loop = asyncio.get_running_loop()
+        outputs = self._outputs[request.request_id] = asyncio.Queue()
         answer = Timed()
-
-        def deliver(output: StepOutput) -> None:
-            event_loop.call_soon_threadsafe(outputs.put_nowait, output)
-
-        self._loop.submit([request], deliver)
+        self._engine.add(request)
         if self._trees is not None:
             trees = list(self._trees.get(request.prompt_ids, ()))
-            self._loop.attach_retrieved([request.request_id], trees)
+            self._engine.attach_retrieved(request.request_id, trees)
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._step())
         while True:
             output = await outputs.get()
             answer.arrived(output.token_ids)
@@ -148,5 +149,8 @@ class EngineClient:
                 answer.error = output.error
                 return answer
 
-    async def aclose(self) -> None:
-        await asyncio.to_thread(self._loop.stop)
+    async def _step(self) -> None:
+        while self._engine.has_work:
+            for output in self._engine.step():
+                self._outputs[output.request_id].put_nowait(output)
+            await asyncio.sleep(0)

@@ -73,10 +73,7 @@ def in_process(args: argparse.Namespace) -> dict[int, Level]:
         retrieved = trees if speculative else None
         client = EngineClient(engine, args.max_tokens, common.NAMESPACE, retrieved)
         title = f"{concurrency} {'speculative' if speculative else 'plain'}"
-        try:
-            return await ask_all(client, prompts, concurrency, title=title)
-        finally:
-            await client.aclose()
+        return await ask_all(client, prompts, concurrency, title=title)
 
     levels = {}
     for concurrency in args.concurrency:

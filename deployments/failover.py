@@ -15,8 +15,9 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from deployments.errors import ApiError
+from deployments.inbox import ReplicaLostError
 from deployments.messages import Delta, GenerateCall, Reply
-from deployments.port import ReplicaLostError, TargetPort
+from deployments.port import TargetPort
 
 logger = logging.getLogger(__name__)
 
@@ -33,16 +34,17 @@ async def generate_through_losses(
     Raises ReplicaLostError after MAX_LOST_IN_A_ROW.
     """
     deadline = time.monotonic() + timeout_s
-    sent: dict[int, tuple[int, ...]] = dict.fromkeys(range(call.num_choices), ())
+    sent: dict[int, list[int]] = {index: [] for index in range(call.num_choices)}
     num_lost = 0
     while sent:
         replies = target.generate(call)
         try:
             while True:
-                # A replica keeps to the limit itself, but the wait for a new one must end as well.
-                limit = None if call.resumed is None else deadline - time.monotonic()
-                async with asyncio.timeout(limit):
+                if call.resumed is None:  # a replica keeps to the limit itself
                     reply = await anext(replies)
+                else:  # but the wait for a new one must end as well
+                    async with asyncio.timeout(deadline - time.monotonic()):
+                        reply = await anext(replies)
                 if isinstance(reply, Delta):
                     num_lost = 0
                     sent[reply.index] += reply.token_ids
@@ -65,6 +67,6 @@ async def generate_through_losses(
             )
             if num_lost == MAX_LOST_IN_A_ROW:
                 raise
-            call = replace(call, resumed=dict(sent))
+            call = replace(call, resumed={index: tuple(ids) for index, ids in sent.items()})
         finally:
             await replies.aclose()

@@ -22,8 +22,9 @@ from deployments.auth import ApiKeys
 from deployments.errors import ApiError
 from deployments.exposure import check_exposure, check_host
 from deployments.failover import generate_through_losses
+from deployments.inbox import ReplicaLostError
 from deployments.messages import Delta, ModelCard, Refusal, Reply
-from deployments.port import HandlePort, ReplicaLostError, TargetPort
+from deployments.port import HandlePort, TargetPort
 from deployments.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -202,22 +203,29 @@ async def _deltas(first: Delta, rest: AsyncGenerator[Reply]) -> AsyncIterator[De
 
     Raises ApiError when the replica fails in the middle.
     """
-    pending: asyncio.Task[Reply] | None = None
+    # One task reads all of it: a wait for `rest` itself could not be given up without ending it.
+    arrived: asyncio.Queue[Reply | Exception] = asyncio.Queue()
+    reader = asyncio.create_task(_read(rest, arrived))
     try:
         yield first
         while True:
-            pending = asyncio.ensure_future(anext(rest))
-            while not (await asyncio.wait([pending], timeout=PING_INTERVAL_S))[0]:
+            try:
+                async with asyncio.timeout(PING_INTERVAL_S):
+                    reply = await arrived.get()
+            except TimeoutError:
                 yield None
-            match await pending:
+                continue
+            match reply:
                 case Delta(finish_reason="error" | "cancelled"):
                     raise ApiError(500, "Generation failed in the middle of the answer.")
-                case Delta() as delta:
-                    yield delta
-                case Refusal() as refusal:
-                    raise ApiError.of(refusal)
-    except StopAsyncIteration:
-        return
+                case Delta():
+                    yield reply
+                case Refusal():
+                    raise ApiError.of(reply)
+                case StopAsyncIteration():
+                    return
+                case Exception():
+                    raise reply
     except ReplicaLostError:
         raise ApiError(503, "The replica was lost; try again.", retry_after_s=1) from None
     except ApiError:
@@ -227,11 +235,20 @@ async def _deltas(first: Delta, rest: AsyncGenerator[Reply]) -> AsyncIterator[De
         logger.exception("an answer failed in the middle")
         raise ApiError(500, "Generation failed in the middle of the answer.") from error
     finally:
-        if pending is not None and not pending.done():
-            pending.cancel()
-            with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
-                await pending
+        reader.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await reader
         await rest.aclose()
+
+
+async def _read(replies: AsyncGenerator[Reply], arrived: asyncio.Queue[Reply | Exception]) -> None:
+    """Put all replies into `arrived`, and at the end StopAsyncIteration or what went wrong."""
+    try:
+        async for reply in replies:
+            arrived.put_nowait(reply)
+        arrived.put_nowait(StopAsyncIteration())
+    except Exception as error:  # noqa: BLE001 - raised where it is read
+        arrived.put_nowait(error)
 
 
 def _model_object(card: ModelCard) -> dict[str, Any]:

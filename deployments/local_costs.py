@@ -24,7 +24,7 @@ class LocalCosts:
     def __init__(
         self,
         engine: Engine,
-        loop: EngineLoop,
+        loop: EngineLoop[Engine],
         *,
         refreshed: Callable[[Mapping[int, CostStaircase]], None] = lambda costs: None,
         clock: Callable[[], float] = time.monotonic,

@@ -41,6 +41,13 @@ class GenerateCall:
         return max(len(self.prompts), 1) * self.n
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaName:
+    """One target replica. A call with it as first argument goes to that replica."""
+
+    unique_id: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
     """Why nothing will be generated, as an HTTP status and the fields of an OpenAI error."""

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol, cast
 
 import ray.exceptions
+from grpc.aio import AioRpcError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from ray.serve.handle import DeploymentHandle
 
 from deployments.errors import ApiError
+from deployments.inbox import Inbox, ReplicaLostError
 from deployments.messages import GenerateCall, Message, ModelCard, Refusal, Reply
 from deployments.schemas import FilterRequest
 
 #: How long a route waits for a replica that may be loading before it answers 503.
 READY_TIMEOUT_S = 3.0
 
-#: How a replica's death shows, by what of it was under way.
-_LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError)
-
-
-class ReplicaLostError(Exception):
-    """The replica died while it worked on the request."""
+#: How a replica's death shows, by what of it was under way and how Serve carried it.
+_LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, AioRpcError)
 
 
 class TargetPort(Protocol):
@@ -43,26 +42,23 @@ class TargetPort(Protocol):
 
 
 class HandlePort:
-    """TargetPort over deployment handles. Options are set once: each `.options()` opens new
-    connections to the replicas."""
+    """TargetPort over deployment handles."""
 
     def __init__(self, target: DeploymentHandle[Any], valuation: DeploymentHandle[Any]) -> None:
         self._target = target
-        self._generate = target.options(method_name="generate", stream=True)
+        self._inbox = Inbox(target)
         self._valuation = valuation
         self._card: ModelCard | None = None
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[Reply]:
-        replies = cast(DeploymentResponseGenerator[Any], self._generate.remote(call))
         try:
-            async for reply in replies:
-                yield reply
+            async with contextlib.aclosing(self._inbox.generate(call)) as replies:
+                async for reply in replies:
+                    yield reply
         except BackPressureError:
             raise busy() from None
         except (*_LOST, DeploymentUnavailableError) as error:
             raise ReplicaLostError from error
-        finally:
-            replies.cancel()  # type: ignore[no-untyped-call]
 
     async def check_ready(self) -> None:
         await _ready(self._target.check_health.remote())
@@ -110,7 +106,7 @@ async def _ready(response: Any) -> Any:
             return await response
     except BackPressureError:
         raise busy() from None
-    except (TimeoutError, ray.exceptions.RayError, DeploymentUnavailableError) as error:
+    except (TimeoutError, ray.exceptions.RayError, *_LOST, DeploymentUnavailableError) as error:
         raise ApiError(
             503, "The model is not ready; try again.", code="not_ready", retry_after_s=2
         ) from error

@@ -16,7 +16,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from deployments.messages import GenerateCall
+from deployments.messages import GenerateCall, ReplicaName
 
 PREFIX_CHARS = 256
 PREFIX_IDS = 64
@@ -71,8 +71,8 @@ def _digest(*parts: str | bytes) -> bytes:
 
 
 class AffinityRouter(RequestRouter):
-    """Serve's request router of the Target deployment. Calls other than `generate` go to the
-    replica with the shortest queue."""
+    """Serve's request router of the Target deployment. Calls that neither name a replica nor begin
+    a generation go to the replica with the shortest queue."""
 
     def initialize_state(self, *, places: int = 1, **_: Any) -> None:
         """Serve's hook. places: see `preferred`."""
@@ -89,9 +89,11 @@ class AffinityRouter(RequestRouter):
         # Between two rounds in which every replica was full, wait a little.
         pending_request.routing_context.should_backoff = True
         call = pending_request.args[0] if pending_request.args else None
+        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        if isinstance(call, ReplicaName) and call.unique_id in replicas:
+            return [[replicas[call.unique_id]]]
         if not isinstance(call, GenerateCall):
             return [candidate_replicas]
-        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         lengths = {
             name: self.replica_queue_len_cache.get(replica.replica_id) or 0
             for name, replica in replicas.items()

@@ -22,11 +22,12 @@ DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 JsonObject = dict[str, Any]
 
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
 
 def event(body: JsonObject) -> bytes:
     """One server-sent event."""
-    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode()
+    return f"data: {_JSON.encode(body)}\n\n".encode()
 
 
 @dataclass(slots=True)

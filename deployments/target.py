@@ -7,11 +7,14 @@ trees join the request whenever they arrive; finished answers are stored by a ta
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, Literal
 
+from ray import serve
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from deployments.autoscaling import LOAD_METRIC, load
@@ -27,8 +30,10 @@ from deployments.messages import (
     Message,
     ModelCard,
     Refusal,
+    ReplicaName,
     Reply,
 )
+from deployments.outbox import Addressed, Outboxes
 from deployments.replica_log import ReplicaLog
 from deployments.replica_thresholds import ReplicaThresholds
 from deployments.settings import AppArgs
@@ -56,8 +61,13 @@ class TargetReplica:
     ) -> None:
         self._args = args
         self._telemetry = Telemetry()
-        self._target, self._engine = load(args)
-        self._loop = EngineLoop(self._engine)
+
+        def load_engine_and_target() -> Engine:
+            self._target, engine = load(args)
+            return engine
+
+        self._loop = EngineLoop(load_engine_and_target, post=self._post)
+        self._engine = self._loop.engine
         self._log = ReplicaLog(args, self._target, self._telemetry)
         self._costs = LocalCosts(self._engine, self._loop, refreshed=self._log.use_costs)
         self._thresholds = ReplicaThresholds(
@@ -78,9 +88,12 @@ class TargetReplica:
                 k=args.retrieval_k,
                 deadline_s=args.retrieval_deadline_s,
             )
+        self._name = _replica_name()
+        self._outboxes = Outboxes()
         self._warmed = False
         self._num_unfinished = 0
         self._open_calls: dict[int, dict[str, Choice]] = {}
+        self._event_loop: asyncio.AbstractEventLoop | None = None  # known from the first call on
         self._loaded_at = int(time.time())
         self._telemetry.gauge("valuspec_exact", float(self._target.exact))
         if not self._target.exact:
@@ -113,6 +126,28 @@ class TargetReplica:
             )
         }
 
+    async def begin(
+        self, call: GenerateCall, gateway: str, key: str
+    ) -> AsyncGenerator[ReplicaName]:
+        """Answer a call by way of its gateway's outbox, under `key`: yield who has taken it, and
+        end when the gateway has all of it. Closing it cancels the call."""
+        with self._outboxes.of(gateway) as outbox, outbox.call():
+            yield self._name
+            async with contextlib.aclosing(self.generate(call)) as replies:
+                async for reply in replies:
+                    outbox.put(key, reply)
+            outbox.put(key, None)
+            await outbox.taken()
+
+    async def replies(self, replica: ReplicaName, gateway: str) -> AsyncGenerator[list[Addressed]]:
+        """Replies to all calls of a gateway that this replica has taken, for as long as there are
+        any. Raises LookupError where the gateway means another replica."""
+        if replica != self._name:
+            raise LookupError(f"{replica.unique_id} is gone")
+        with self._outboxes.of(gateway) as outbox:
+            async for batch in outbox.batches():
+                yield batch
+
     async def generate(self, call: GenerateCall) -> AsyncGenerator[Reply]:
         """Stream a call: one Refusal, or the Deltas of all choices. Closing it cancels them.
 
@@ -144,20 +179,17 @@ class TargetReplica:
             yield Refusal(status=400, message=str(error), param=param, code=error.code)
             return
         outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
-        event_loop = asyncio.get_running_loop()
+        self._event_loop = asyncio.get_running_loop()
         by_id = {choice.request.request_id: choice for choice in choices}
         unfinished = dict(by_id)
         self._open_calls[id(unfinished)] = unfinished
 
-        def arrived(output: StepOutput) -> None:
+        def deliver(output: StepOutput) -> None:
             # Here, not where the client takes it: one who reads slowly must hold no place.
             if output.finish_reason is not None and output.request_id in unfinished:
                 del unfinished[output.request_id]
                 self._count_unfinished(-1)
             outputs.put_nowait(output)
-
-        def deliver(output: StepOutput) -> None:  # runs on the engine's thread
-            event_loop.call_soon_threadsafe(arrived, output)
 
         self._loop.submit([choice.request for choice in choices], deliver)
         lookups = self._start_lookups(choices)
@@ -188,6 +220,11 @@ class TargetReplica:
             self._loop.cancel(list(unfinished))
             unfinished.clear()  # what is still on its way from the engine's thread counts no more
             self._telemetry.count("valuspec_request_success", len(by_id), finished_reason="abort")
+
+    def _post(self, deliver_all: Callable[[], None]) -> None:
+        """Have the outputs of a step delivered on the event loop; on the engine's thread."""
+        if self._event_loop is not None:
+            self._event_loop.call_soon_threadsafe(deliver_all)
 
     def _count_unfinished(self, change: int) -> None:
         self._num_unfinished += change
@@ -302,3 +339,10 @@ class TargetReplica:
         self._loop.stop()
         self._engine.live_costs.close()
         self._log.close()
+
+
+def _replica_name() -> ReplicaName:
+    try:
+        return ReplicaName(serve.get_replica_context().replica_id.unique_id)
+    except RayServeException:  # not in a replica
+        return ReplicaName("local")

@@ -1,4 +1,5 @@
 import queue
+import threading
 
 import pytest
 
@@ -17,7 +18,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def loop(engine: FakeEngine):
-    loop = EngineLoop(engine)
+    loop = EngineLoop(lambda: engine)
     yield loop
     engine.gate.set()
     loop.stop()
@@ -117,7 +118,7 @@ def test_health_fails_after_failed_steps_in_a_row(loop, engine) -> None:
 @pytest.mark.fault(23)
 def test_health_fails_while_one_step_takes_too_long(engine) -> None:
     now = [0.0]
-    loop = EngineLoop(engine, clock=lambda: now[0])
+    loop = EngineLoop(lambda: engine, clock=lambda: now[0])
     engine.gate.clear()
     outputs = queue.SimpleQueue()
     in_step = engine.step
@@ -141,9 +142,54 @@ def test_health_fails_while_one_step_takes_too_long(engine) -> None:
 
 def test_an_idle_loop_is_healthy_and_a_stopped_one_is_not(engine) -> None:
     now = [0.0]
-    loop = EngineLoop(engine, clock=lambda: now[0])
+    loop = EngineLoop(lambda: engine, clock=lambda: now[0])
     now[0] = 1e6
     loop.check(stalled_after_s=30)
     loop.stop()
     with pytest.raises(RuntimeError, match="died"):
         loop.check(stalled_after_s=30)
+
+
+def test_the_engine_is_made_by_the_thread_that_steps_it(engine) -> None:
+    threads = []
+    step = engine.step
+
+    def make() -> FakeEngine:
+        threads.append(threading.current_thread())
+        return engine
+
+    def note() -> list[StepOutput]:
+        threads.append(threading.current_thread())
+        return step()
+
+    engine.step = note
+    loop = EngineLoop(make)
+    outputs = queue.SimpleQueue()
+    loop.submit([request("a")], outputs.put)
+    finish(outputs)
+    loop.stop()
+    assert loop.engine is engine
+    assert set(threads) == {threads[0]} != {threading.current_thread()}
+
+
+def test_an_engine_that_cannot_be_made_is_an_error_of_the_constructor() -> None:
+    def make() -> FakeEngine:
+        raise ValueError("no such model")
+
+    with pytest.raises(ValueError, match="no such model"):
+        EngineLoop(make)
+
+
+def test_outputs_of_a_step_are_delivered_together(engine) -> None:
+    posted = queue.SimpleQueue()
+    loop = EngineLoop(lambda: engine, post=posted.put)
+    engine.gate.clear()
+    outputs = []
+    loop.submit([request("a"), request("b"), request("c")], outputs.append)
+    engine.gate.set()
+    posted.get(timeout=TIMEOUT_S)()
+    assert [output.request_id for output in outputs] == ["a", "b", "c"]
+    posted.get(timeout=TIMEOUT_S)()
+    assert [output.finish_reason for output in outputs[3:]] == ["length"] * 3
+    loop.stop()
+    assert posted.empty()

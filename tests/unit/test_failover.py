@@ -13,8 +13,8 @@ from fastapi.testclient import TestClient
 from deployments import failover
 from deployments.auth import ApiKeys
 from deployments.gateway import create_app
+from deployments.inbox import ReplicaLostError
 from deployments.messages import GenerateCall, Reply
-from deployments.port import ReplicaLostError
 from deployments.settings import AppArgs
 from tests.support.fake_port import InProcessPort
 

@@ -35,7 +35,6 @@ def test_every_question_is_asked_once_with_either_kind_of_decoding(concurrency: 
             engine = engines.engine_of(target, max_batch_size=concurrency)
             client = EngineClient(engine, 12, "default", trees if speculative else None)
             turns.append(await ask_all(client, prompts, concurrency, title=""))
-            await client.aclose()
         return level
 
     level = asyncio.run(run())

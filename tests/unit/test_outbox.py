@@ -1,0 +1,252 @@
+"""Replies on their way: those of a step together, none lost, none to the wrong call."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import pytest
+
+from deployments.inbox import Inbox, ReplicaLostError
+from deployments.messages import Delta, GenerateCall, Refusal, ReplicaName, Reply
+from deployments.outbox import Outbox
+from deployments.settings import AppArgs
+from deployments.target import TargetReplica
+from tests.support.fake_engine import FakeEngine, FakeTarget
+from tests.support.retrieving import eventually
+from valuspec.engine.types import SamplingParams
+
+ARGS = AppArgs(model="fake", max_batch_size=4, max_waiting=2)
+
+
+class Stream:
+    """What Serve returns of a streaming call: it runs by itself, and can be cancelled."""
+
+    def __init__(self, replies: AsyncGenerator[Any]) -> None:
+        self._replies = replies
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        try:
+            async with contextlib.aclosing(self._replies) as replies:
+                async for reply in replies:
+                    self._queue.put_nowait(reply)
+            self._queue.put_nowait(StopAsyncIteration())
+        except Exception as error:  # noqa: BLE001 - raised where it is read
+            self._queue.put_nowait(error)
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        while True:
+            reply = await self._queue.get()
+            if isinstance(reply, StopAsyncIteration):
+                return
+            if isinstance(reply, Exception):
+                raise reply
+            yield reply
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+    def break_off(self, error: Exception) -> None:
+        self._task.cancel()
+        self._queue.put_nowait(error)
+
+
+class Handle:
+    """A deployment handle with one replica behind it."""
+
+    def __init__(self, replica: TargetReplica) -> None:
+        self.replica = replica
+        self.streams: dict[str, list[Stream]] = {"begin": [], "replies": []}
+        self.batches: list[list[str]] = []
+        """Keys of the calls, of every message."""
+
+    def options(self, *, method_name: str, stream: bool) -> Any:
+        assert stream
+        return _Method(self, method_name)
+
+    async def _noted(self, batches: AsyncGenerator[Any]) -> AsyncGenerator[Any]:
+        async with contextlib.aclosing(batches):
+            async for batch in batches:
+                self.batches.append([key for key, _ in batch])
+                yield batch
+
+
+class _Method:
+    def __init__(self, handle: Handle, name: str) -> None:
+        self._handle, self._name = handle, name
+
+    def remote(self, *args: Any) -> Stream:
+        replies = getattr(self._handle.replica, self._name)(*args)
+        stream = Stream(self._handle._noted(replies) if self._name == "replies" else replies)
+        self._handle.streams[self._name].append(stream)
+        return stream
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine(FakeTarget(), ARGS.max_batch_size)
+
+
+@pytest.fixture
+def handle(engine: FakeEngine) -> Handle:
+    return Handle(TargetReplica(ARGS, None, None, load=lambda _: (engine.target, engine)))
+
+
+def call(prompt: str, max_tokens: int = 8) -> GenerateCall:
+    return GenerateCall(
+        request_id=prompt,
+        tenant="t",
+        params=SamplingParams(max_tokens=max_tokens),
+        max_tokens=max_tokens,
+        prompts=(prompt,),
+    )
+
+
+async def text(replies: AsyncGenerator[Reply]) -> str:
+    return "".join([r.text async for r in replies if isinstance(r, Delta)])
+
+
+def test_a_step_is_one_message_and_every_call_gets_its_own(handle, engine) -> None:
+    async def run() -> list[str]:
+        inbox = Inbox(handle)
+        engine.gate.clear()
+        asked = [asyncio.create_task(text(inbox.generate(call(p)))) for p in ("ab", "xyz", "q")]
+        await eventually(lambda: engine.num_running == 3)
+        engine.gate.set()
+        return await asyncio.gather(*asked)
+
+    assert asyncio.run(run()) == ["abababab", "xyzxyzxy", "qqqqqqqq"]
+    assert len(handle.streams["replies"]) == 1
+    assert max(len(set(batch)) for batch in handle.batches) == 3
+    assert len(handle.batches) < 3 * 4, "four steps of three calls"
+    assert not len(handle.replica._outboxes)
+
+
+def test_calls_one_after_the_other_open_the_replies_anew(handle) -> None:
+    async def run() -> list[str]:
+        inbox = Inbox(handle)
+        return [await text(inbox.generate(call(p))) for p in ("ab", "cd", "ef")]
+
+    assert asyncio.run(run()) == ["abababab", "cdcdcdcd", "efefefef"]
+    assert not len(handle.replica._outboxes)
+
+
+def test_a_refusal_comes_through(handle, engine) -> None:
+    async def run() -> list[Reply]:
+        inbox = Inbox(handle)
+        return [reply async for reply in inbox.generate(call("ab", max_tokens=1000))]
+
+    (refusal,) = asyncio.run(run())
+    assert isinstance(refusal, Refusal)
+    assert refusal.status == 400
+
+
+def test_closing_a_call_cancels_it_and_no_other(handle, engine) -> None:
+    async def run() -> str:
+        inbox = Inbox(handle)
+        engine.hold_after_step = 1
+        leaving = inbox.generate(call("ab", max_tokens=100))
+        await anext(leaving)
+        staying = asyncio.create_task(text(inbox.generate(call("xy"))))
+        await eventually(lambda: handle.replica._num_unfinished == 2)
+        await leaving.aclose()
+        await eventually(lambda: handle.replica._num_unfinished == 1)
+        engine.gate.set()
+        answer = await staying
+        assert not inbox._calls
+        return answer
+
+    assert asyncio.run(run()) == "xyxyxyxy"
+    assert len(engine.cancelled) == 1
+    assert not len(handle.replica._outboxes)
+    assert handle.replica._num_unfinished == 0
+
+
+@pytest.mark.parametrize("stream", ["begin", "replies"])
+def test_a_broken_stream_is_a_lost_replica(handle, engine, stream: str) -> None:
+    async def run() -> None:
+        inbox = Inbox(handle)
+        engine.hold_after_step = 1
+        replies = inbox.generate(call("ab", max_tokens=100))
+        await anext(replies)
+        handle.streams[stream][0].break_off(ReplicaLostError())
+        try:
+            with pytest.raises(ReplicaLostError):
+                await anext(replies)
+        finally:
+            engine.gate.set()
+
+    asyncio.run(run())
+
+
+def test_replies_of_another_replica_are_a_lost_replica(handle, engine) -> None:
+    async def run() -> None:
+        inbox = Inbox(handle)
+        handle.replica._name = ReplicaName("new")
+        begin = handle.replica.begin
+
+        async def began_at_the_old_one(*args: Any) -> AsyncGenerator[ReplicaName]:
+            async for _ in begin(*args):
+                yield ReplicaName("old")
+
+        handle.replica.begin = began_at_the_old_one
+        with pytest.raises(ReplicaLostError):
+            await text(inbox.generate(call("ab")))
+
+    asyncio.run(run())
+
+
+def test_what_the_replica_raises_is_raised_here(handle) -> None:
+    async def run() -> None:
+        def fails(*_: Any) -> Any:
+            raise OSError("disk")
+
+        handle.replica._loop.submit = fails
+        with pytest.raises(OSError, match="disk"):
+            await text(Inbox(handle).generate(call("ab")))
+
+    asyncio.run(run())
+
+
+def test_gateways_do_not_get_each_others_replies(handle) -> None:
+    async def run() -> list[str]:
+        asked = [text(Inbox(handle).generate(call(p))) for p in ("ab", "cd")]
+        return await asyncio.gather(*asked)
+
+    assert asyncio.run(run()) == ["abababab", "cdcdcdcd"]
+    assert len(handle.streams["replies"]) == 2
+
+
+def test_batches_end_with_the_last_call_though_it_was_cancelled() -> None:
+    async def run() -> list[Any]:
+        outbox = Outbox()
+        taken = []
+
+        async def read() -> None:
+            async for batch in outbox.batches():
+                taken.append(batch)
+
+        with outbox.call():
+            reader = asyncio.create_task(read())
+            await asyncio.sleep(0)
+        await asyncio.wait_for(reader, 10)
+        return taken
+
+    assert asyncio.run(run()) == []
+
+
+def test_the_engines_thread_is_the_one_that_loaded_it() -> None:
+    threads = []
+
+    def load(_: AppArgs) -> Any:
+        threads.append(threading.current_thread())
+        engine = FakeEngine(FakeTarget(), 2)
+        return engine.target, engine
+
+    replica = TargetReplica(ARGS, None, None, load=load)
+    assert threads == [replica._loop._thread]
