@@ -30,7 +30,7 @@ _APP_NAME = "valuspec"
 #: How Serve carries a stream: less than half the CPU of its defaults, which on one machine is the
 #: model's. On a cluster it is the operator's choice (docs/operations.md): a peer that vanishes with
 #: its machine shows sooner to actor calls than to gRPC.
-_SERVE_ENVIRONMENT = {
+SERVE_ENVIRONMENT = {
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
@@ -145,7 +145,7 @@ def _serve(args: AppArgs, host: str, port: int) -> int:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Despite its name, this is what keeps Ray's own ports on the loopback address.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    for name, value in _SERVE_ENVIRONMENT.items():
+    for name, value in SERVE_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     print("==> starting Ray on this machine", flush=True)
     import ray

@@ -17,6 +17,7 @@ import ray
 from ray import serve
 
 from deployments.app import build_app
+from deployments.commands.serve import SERVE_ENVIRONMENT
 from deployments.settings import AppArgs
 from retrieval.embedded import EmbeddedValkey
 from retrieval.threshold_store import ThresholdStore
@@ -39,8 +40,12 @@ def valkey() -> Iterator[EmbeddedValkey]:
 
 @pytest.fixture(scope="module")
 def app(valkey: EmbeddedValkey) -> Iterator[None]:
-    """One app for all tests here; the last ones break parts of it."""
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    """One app for all tests here, as `valuspec serve` runs it; the last ones break parts of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SERVE_ENVIRONMENT.items():
+            patch.setenv(name, value)
+        # All processes of Ray inherit it.
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
     serve.run(build_app(AppArgs(redis_url=valkey.url)), name="valuspec")
     yield

@@ -48,9 +48,11 @@ def test_prompts_that_begin_alike_are_computed_once(target: Target) -> None:
     for name, prompt, expected in [
         ("other question", (*schema, 9, 9), 2 * BLOCK),
         ("the prompt again", first.prompt_ids, 2 * BLOCK),
-        ("the schema alone", schema, BLOCK),  # its last token's logits are wanted
-        ("next turn", follow_up, 2 * BLOCK),
-        ("next turn again", follow_up, 3 * BLOCK),
+        ("the schema alone", schema, 2 * BLOCK - 1),  # its last token's logits are wanted
+        ("less of the schema", (*schema[: BLOCK + 50], 9, 9), BLOCK + 50),
+        ("next turn", follow_up, 2 * BLOCK + 42),  # the last output token is not in the cache
+        ("next turn again", follow_up, 3 * BLOCK + 42),
+        ("too little to copy", (*schema[:7], 9, 9), 0),
         ("another beginning", (7, *schema[1:], 9, 9), 0),
     ]:
         r = request(name, prompt, **OUTPUT)
@@ -65,6 +67,17 @@ def test_prompts_computed_at_the_same_time_are_shared_afterwards(target: Target)
     engine = engine_of(target, max_batch_size=2)
     results = run(engine, requests)
     assert [cached(results[str(i)]) for i in range(6)] == [0, 0] + 4 * [BLOCK]
+    for r in requests:
+        assert results[r.request_id].visible == plain(target, r).visible
+
+
+@pytest.mark.parametrize("length", [8, BLOCK - 1, BLOCK + 60])
+def test_a_beginning_that_fills_no_block_is_copied(target: Target, length: int) -> None:
+    beginning = engines.random_prompt(21, length)
+    requests = [request(str(i), (*beginning, i, i + 1, i + 2), **OUTPUT) for i in range(5)]
+    engine = engine_of(target, max_batch_size=2)
+    results = run(engine, requests)
+    assert [cached(results[str(i)]) for i in range(5)] == [0, 0] + 3 * [length]
     for r in requests:
         assert results[r.request_id].visible == plain(target, r).visible
 

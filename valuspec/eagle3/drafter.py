@@ -61,6 +61,11 @@ class HeadDrafter:
         """
         self._waiting.setdefault(place, []).append(_Pairs(first, features, tokens))
 
+    def copy(self, source: int, target: int) -> None:
+        """Copy what is known of a block's tokens to another block."""
+        self._keys[target] = self._keys[source]
+        self._values[target] = self._values[source]
+
     def forget(self, place: int) -> None:
         """Another sequence will have this place."""
         self._waiting.pop(place, None)

@@ -2,7 +2,8 @@
 
 Bookkeeping only; the blocks' contents are the cache's. A full block of committed tokens gets a
 key that names every token up to its end, and the namespace: sequences that begin alike share it,
-and it stays after its last user has gone until its room is needed. Sharing is exact: keys and
+and it stays after its last user has gone until its room is needed. Where contexts part within a
+block, or end in one, what they have in common can be copied from it. Both are exact: keys and
 values of a token have the same bits whatever it was computed beside.
 """
 
@@ -15,7 +16,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from valuspec.engine.kv_cache import Int64Array
+
 Key = bytes
+
+#: Kept blocks that are compared, latest first, where many contexts go on differently.
+MOST_COMPARED = 64
 
 
 def root_key(namespace: str) -> Key:
@@ -23,8 +29,8 @@ def root_key(namespace: str) -> Key:
     return hashlib.blake2b(namespace.encode(), digest_size=32, person=b"vs-kv-root").digest()
 
 
-def next_key(key: Key, token_ids: Sequence[int]) -> Key:
-    """Key of a context one block longer than that of `key`."""
+def next_key(key: Key, token_ids: Sequence[int] | Int64Array) -> Key:
+    """Key of the context that goes on behind that of `key` with `token_ids`, a block at most."""
     content = key + np.asarray(token_ids, "<i8").tobytes()
     return hashlib.blake2b(content, digest_size=32, person=b"vs-kv-block").digest()
 
@@ -38,6 +44,9 @@ class BlockPool:
         self._users: dict[int, int] = {}
         self._block_of: dict[Key, int] = {}
         self._key_of: dict[int, Key] = {}
+        self._behind: dict[Key, dict[int, Int64Array]] = {}
+        """Kept blocks by the key of what comes before them, latest last; and their tokens."""
+        self._before: dict[int, Key] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Kept blocks without a user, longest unused first."""
 
@@ -59,7 +68,7 @@ class BlockPool:
         for _ in range(count):
             if not self._free:
                 oldest, _ = self._idle.popitem(last=False)
-                del self._block_of[self._key_of.pop(oldest)]
+                self._give_up(oldest)
                 self._free.append(oldest)
             block = self._free.pop()
             self._users[block] = 1
@@ -82,11 +91,35 @@ class BlockPool:
     def num_users(self, block: int) -> int:
         return self._users.get(block, 0)
 
-    def keep(self, block: int, key: Key) -> None:
-        """Offer a full block that is in use for sharing; the first of equal ones is kept."""
-        if key not in self._block_of and block not in self._key_of:
-            self._block_of[key] = block
-            self._key_of[block] = key
+    def keep(self, block: int, before: Key, token_ids: Int64Array) -> None:
+        """Keep a block in use for contexts that go on as it does: behind the context of key
+        `before` with `token_ids`, all of its tokens that count. The first of equal ones is kept."""
+        key = next_key(before, token_ids)
+        if key in self._block_of or block in self._key_of:
+            return
+        self._block_of[key] = block
+        self._key_of[block] = key
+        self._before[block] = before
+        self._behind.setdefault(before, {})[block] = token_ids
+
+    def continuation(self, before: Key, token_ids: Int64Array) -> tuple[int, int]:
+        """(block, count): of the blocks kept behind `before`, one with the most leading tokens in
+        common with `token_ids`, and how many. (-1, 0) where there is none."""
+        best, most = -1, 0
+        behind = self._behind.get(before, {})
+        for block in itertools.islice(reversed(behind), MOST_COMPARED):
+            length = min(len(behind[block]), len(token_ids))
+            same = np.append(behind[block][:length] == token_ids[:length], False)
+            if (count := int(same.argmin())) > most:
+                best, most = block, count
+        return best, most
+
+    def _give_up(self, block: int) -> None:
+        del self._block_of[self._key_of.pop(block)]
+        before = self._before.pop(block)
+        del self._behind[before][block]
+        if not self._behind[before]:
+            del self._behind[before]
 
     def release(self, blocks: Sequence[int]) -> None:
         """Take one user from each block; what nobody uses is free, or kept until needed."""

@@ -22,7 +22,7 @@ from valuspec.drafting.drafter import Drafter
 from valuspec.engine.block_pool import BlockPool
 from valuspec.engine.head_source import HeadChoice, HeadSource
 from valuspec.engine.kv_cache import BLOCK
-from valuspec.engine.places import Places, blocks_for
+from valuspec.engine.places import BlockCopy, Places, blocks_for
 from valuspec.engine.proposal import Filter, Proposer, keep_by_value
 from valuspec.engine.rows import SequenceRows
 from valuspec.engine.sampling import greedy_token, sample_token
@@ -218,7 +218,8 @@ class Engine:
 
     def _admit(self, sequence: Sequence) -> None:
         request = sequence.request
-        self._places.take(sequence)
+        if (copy := self._places.take(sequence)) is not None:
+            self._copy(copy)
         self._running.append(sequence)
         if sequence.session is None:
             sequence.stats.num_cached_tokens = min(sequence.committed, len(request.prompt_ids))
@@ -227,6 +228,12 @@ class Engine:
                 sequence.session = self.drafter.start(request.namespace, request.prompt_ids)
                 sequence.session.extend(sequence.output_ids)
                 sequence.session.add_retrieved(sequence.early_trees)
+
+    def _copy(self, copy: BlockCopy) -> None:
+        within = np.arange(copy.num_tokens)
+        self._cache.move(copy.source * BLOCK + within, copy.target * BLOCK + within)
+        if self.head_source is not None:
+            self.head_source.copy(copy.source, copy.target)
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence out of the batch; its place and blocks are free."""

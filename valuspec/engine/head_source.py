@@ -94,6 +94,10 @@ class HeadSource:
                 self._drafter.observe(sequence.place, chunk.start, rows, tokens)
             offset += len(chunk)
 
+    def copy(self, source: int, target: int) -> None:
+        """A sequence begins a block of the cache as another one did."""
+        self._drafter.copy(source, target)
+
     def forget(self, place: int) -> None:
         """The sequence at this place has left."""
         self._drafter.forget(place)

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from valuspec.engine.block_pool import BlockPool, Key
 from valuspec.engine.kv_cache import BLOCK, Int64Array
 from valuspec.engine.proposal import MAX_TREE_NODES
 from valuspec.engine.scheduler import Running, Waiting
 from valuspec.engine.sequence import Sequence
+
+#: Fewer tokens are computed as quickly as they are copied.
+FEWEST_COPIED = 8
+
+
+class BlockCopy(NamedTuple):
+    """The first `num_tokens` tokens of one block that another is to begin with."""
+
+    source: int
+    target: int
+    num_tokens: int
 
 
 def blocks_for(num_tokens: int) -> int:
@@ -42,13 +55,25 @@ class Places:
         wanted = blocks_for(sequence.context) - in_use
         return Waiting(sequence.context, wanted, len(found) * BLOCK)
 
-    def take(self, sequence: Sequence) -> None:
-        """Give a sequence a place and blocks for its context, those it can share to begin with."""
+    def take(self, sequence: Sequence) -> BlockCopy | None:
+        """Give a sequence a place and blocks for its context, those it can share to begin with.
+
+        What it has in common with a kept block behind these is to be copied before anything else
+        is done with the cache.
+        """
         sequence.place = self.free.pop()
         sequence.blocks = self.pool.share(self._reusable(sequence))
-        sequence.num_kept = len(sequence.blocks)
-        sequence.committed = len(sequence.blocks) * BLOCK
+        shared = sequence.num_kept = len(sequence.blocks)
+        sequence.committed = shared * BLOCK
         self.grow(sequence, sequence.context)
+        # Not the last token, though its logits may not be wanted: this step is to compute some.
+        end = min(sequence.committed + BLOCK, sequence.context - 1)
+        wanted = sequence.tokens(sequence.committed, end)
+        source, count = self.pool.continuation(sequence.key_before(shared), wanted)
+        if count < FEWEST_COPIED:
+            return None
+        sequence.committed += count
+        return BlockCopy(source, sequence.blocks[shared], count)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
         """Give a sequence blocks for `num_tokens` and a tree."""
@@ -57,19 +82,28 @@ class Places:
 
     def offer(self, sequence: Sequence) -> None:
         """Let others share the blocks that have become full."""
-        # An accepted run may have ended early: the cache then holds more than the output.
-        full = min(sequence.committed, sequence.context) // BLOCK
-        if self._reuse_prefixes and sequence.num_kept < full:
-            keys = sequence.extend_keys()
-            for index in range(sequence.num_kept, full):
-                self.pool.keep(sequence.blocks[index], keys[index])
-            sequence.num_kept = full
+        if self._reuse_prefixes:
+            for index in range(sequence.num_kept, self._num_computed(sequence) // BLOCK):
+                self._keep(sequence, index, (index + 1) * BLOCK)
+                sequence.num_kept = index + 1
 
     def give_back(self, sequence: Sequence) -> None:
         """Free a sequence's place, and its blocks as far as nobody shares them."""
+        computed = self._num_computed(sequence)
+        if self._reuse_prefixes and computed % BLOCK >= FEWEST_COPIED:
+            self._keep(sequence, computed // BLOCK, computed)
         self.free.append(sequence.place)
         self.pool.release(sequence.blocks)
         sequence.place, sequence.blocks, sequence.committed = -1, [], 0
+
+    def _num_computed(self, sequence: Sequence) -> int:
+        # An accepted run may have ended early: the cache then holds more than the output.
+        return min(sequence.committed, sequence.context)
+
+    def _keep(self, sequence: Sequence, index: int, end: int) -> None:
+        """Keep a sequence's block with its tokens up to `end`."""
+        tokens = sequence.tokens(index * BLOCK, end)
+        self.pool.keep(sequence.blocks[index], sequence.key_before(index), tokens)
 
     def _reusable(self, sequence: Sequence) -> list[Key]:
         """Keys of the blocks a sequence may take over; its last prompt token is computed anew, as

@@ -72,9 +72,13 @@ class Sequence:
     def extend_keys(self) -> list[Key]:
         """Keys of the full blocks of the context."""
         while (end := (len(self.keys) + 1) * BLOCK) <= self.context:
-            key = self.keys[-1] if self.keys else root_key(self.request.namespace)
-            self.keys.append(next_key(key, self.tokens(end - BLOCK, end).tolist()))
+            before = self.keys[-1] if self.keys else root_key(self.request.namespace)
+            self.keys.append(next_key(before, self.tokens(end - BLOCK, end)))
         return self.keys
+
+    def key_before(self, index: int) -> Key:
+        """Key of the context before block `index`, which are full blocks."""
+        return self.extend_keys()[index - 1] if index else root_key(self.request.namespace)
 
     def admit(self, thresholds: ThresholdSet, eos_token_ids: frozenset[int]) -> None:
         """Begin to run, with this threshold set until the end."""
