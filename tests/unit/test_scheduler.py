@@ -28,6 +28,10 @@ BLOCK = 10
         pytest.param([(5, 5)], [(4, 1), (3, 1)], Plan((), 1, (0,), ((1, 4),)), id="the oldest"),
         pytest.param([(5, 0), (700, 256)], [], Plan((), 0, (), ((0, 5), (1, 251))), id="packed"),
         pytest.param([(5, 5), (700, 0)], [], Plan((), 0, (0,), ((1, 64),)), id="beside decoding"),
+        pytest.param([(5, 5), (70, 0), (70, 0), (90, 0)], [],
+                     Plan((), 0, (0,), ((1, 70), (2, 70), (3, 52))), id="more wait than decode"),
+        pytest.param([(5, 5), (6, 6), (70, 0), (90, 0), (9, 0)], [],
+                     Plan((), 0, (0, 1), ((2, 70), (3, 26))), id="half as many more"),
         pytest.param([(5, 5)], [(4, 21)], Plan((), 0, (0,), ()), id="not enough blocks"),
         pytest.param([(5, 5)], [(4, 21), (3, 1)], Plan((), 0, (0,), ()), id="nobody overtakes"),
         pytest.param([(5, 5, 15, 2), (9, 9, 7, 3)], [(1, 1)], Plan((1,), 0, (0,), ()),
@@ -39,7 +43,7 @@ def test_plan(running: list[tuple[int, ...]], waiting: list[tuple[int, ...]], pl
     found = schedule(
         [Running(*r) for r in running],
         [Waiting(*w) for w in waiting],
-        num_places=2,
+        num_places=max(2, len(running)),
         num_blocks=20,
     )
     assert found == plan
@@ -115,7 +119,8 @@ def test_random_histories(
         computing = [i for i, _ in plan.prefill]
         assert computing == sorted(set(computing))
         assert not set(computing) & set(ready)
-        assert sum(n for _, n in plan.prefill) <= (min(rows) if ready else rows[0])
+        crowd = max(1, (len(running) - len(ready)) / len(ready)) if ready else np.inf
+        assert sum(n for _, n in plan.prefill) <= min(rows[0], rows[1] * crowd)
         assert bool(running) == bool(plan.decode or plan.prefill), "a step with work does some"
         for index, count in plan.prefill:
             r = running[index]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 #: Rows of prompts computed in one step when nobody decodes.
 PREFILL_ROWS = 256
-#: Rows of prompts computed beside decoding: a step stays short for those who stream.
+#: Rows of prompts computed beside decoding: a step stays short for those who stream. Where more
+#: wait than stream, as many times more: then most of the batch gains by a longer step.
 MIXED_ROWS = 64
 
 
@@ -87,7 +88,10 @@ def schedule(
     everyone = [*staying, *(Running(w.context, w.cached) for w in waiting[:num_admitted])]
 
     decode = tuple(i for i, s in enumerate(everyone) if s.computed == s.context)
-    rows = min(mixed_rows, prefill_rows) if decode else prefill_rows
+    rows = prefill_rows
+    if decode:
+        num_filling = len(everyone) - len(decode)
+        rows = min(rows, max(mixed_rows, mixed_rows * num_filling // len(decode)))
     prefill = []
     for index, sequence in enumerate(everyone):
         count = min(rows, sequence.context - sequence.computed)
