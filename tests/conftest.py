@@ -9,6 +9,8 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 # No test may reach a model hub: what it needs is installed or made on the spot.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Triton kernels run in its interpreter, on the CPU. It looks when it is imported.
+os.environ["TRITON_INTERPRET"] = "1"
 # Whatever the developer has set must not decide a test.
 for name in (
     "REDIS_URL",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 import torch
@@ -10,6 +11,8 @@ from valuspec.engine.kv_cache import KvCache
 from valuspec.engine.path_attention import PathAttention
 from valuspec.engine.rows import Rows
 from valuspec.engine.two_zone import TwoZoneAttention
+
+logger = logging.getLogger(__name__)
 
 
 class Attention(Protocol):
@@ -41,4 +44,11 @@ def attention_for(device: torch.device, dtype: torch.dtype) -> type[Attention]:
     """The faster exact attention for a cache of this kind."""
     if device.type == "cpu" and dtype in (torch.bfloat16, torch.float32):
         return PathAttention
+    if device.type == "cuda":
+        try:
+            from valuspec.engine.triton_attention import TritonAttention
+        except ImportError as error:
+            logger.warning("attention by matrix products: triton cannot be imported (%s)", error)
+        else:
+            return TritonAttention
     return TwoZoneAttention
