@@ -16,6 +16,7 @@ from valuspec.eagle3.head import DraftHead
 from valuspec.eagle3.loading import load_head
 from valuspec.engine.attention import Attention, attention_for
 from valuspec.engine.decoder import Decoder, LeanDecoder, build_decoder
+from valuspec.engine.graphs import StepGraphs, graphs_for, step_width
 from valuspec.engine.kv_cache import ONES, KvCache
 from valuspec.engine.rows import NEAR, Int64Array, SequenceRows, build_rows
 from valuspec.engine.weights import load_model, model_fingerprint, tokenizer_fingerprint
@@ -36,6 +37,7 @@ class Target:
     exact_mode: "rows" (rows do not influence each other), "envelope" (every forward padded to one
         width) or "fast" (neither could be shown exact; `exact` is False)
     min_width:  every forward is padded to a multiple of so many rows
+    graphs:     recorded forwards of few rows, on devices that replay them faster
     """
 
     decoder: Decoder
@@ -52,6 +54,7 @@ class Target:
     dtype: torch.dtype
     device: torch.device
     attention: type[Attention]
+    graphs: StepGraphs | None = None
     exact_mode: ExactMode = "fast"
     min_width: int = 4
 
@@ -84,8 +87,10 @@ class Target:
         max_model_len = min(limit, MAX_MODEL_LEN)
         fingerprint = model_fingerprint(model)
         weight = model.get_input_embeddings().weight
+        decoder = build_decoder(model, max_model_len)
+        attention = attention_for(weight.device, weight.dtype)
         return cls(
-            decoder=build_decoder(model, max_model_len),
+            decoder=decoder,
             tokenizer=tokenizer,
             vocab_size=config.vocab_size,
             max_model_len=max_model_len,
@@ -98,7 +103,8 @@ class Target:
             head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
             dtype=weight.dtype,
             device=weight.device,
-            attention=attention_for(weight.device, weight.dtype),
+            attention=attention,
+            graphs=graphs_for(decoder, attention, weight.device),
         )
 
     @property
@@ -159,6 +165,8 @@ class Target:
         """Logits of all rows, or of `logit_rows`, [num_rows, vocabulary]; see `build_rows`."""
         count = sum(len(member) for member in members)
         wanted = np.arange(count) if logit_rows is None else logit_rows
+        if self.graphs is not None and (width := step_width(count, self.min_width)) is not None:
+            return self.graphs.forward(members, wanted, cache, width)
         rows = build_rows(members, wanted, cache.device, min_width=self.min_width)
         return self.decoder.forward(rows, self.attention(rows, cache))[: len(wanted)]
 
