@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,21 +167,31 @@ def test_splitting_sums_elsewhere_would_differ(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    "model",
+    ("model", "start"),
     [
-        Model(),
-        Model(kv_heads=2, group=3, size=24),
-        Model(group=1, size=64, window=21),
-        Model(group=5, window=7),
-        Model(softcap=3.0),
-        Model(group=TILE + 1),
+        (Model(), 2 * BLOCK + 11),
+        (Model(kv_heads=2), 2 * SLICE + 70),
+        (Model(kv_heads=2, group=3, size=24), 2 * BLOCK + 11),
+        (Model(group=1, size=64, window=21), BLOCK + 3),
+        (Model(group=1, window=SLICE), 2 * SLICE + 70),
+        (Model(group=5, window=7), 50),
+        (Model(softcap=3.0), BLOCK + 3),
+        (Model(group=TILE + 1), 40),
     ],
-    ids=["plain", "head size 24", "window", "window inside the near zone", "softcap", "wide group"],
+    ids=[
+        "plain",
+        "three slices",
+        "head size 24",
+        "window",
+        "window without the first slice",
+        "window inside the near zone",
+        "softcap",
+        "wide group",
+    ],
 )
-def test_outputs_are_those_of_the_cpu(model: Model) -> None:
-    """A prompt's chunk and a tree, behind a context of two blocks and a bit."""
+def test_outputs_are_those_of_the_cpu(model: Model, start: int) -> None:
+    """A prompt's chunk, and a tree behind a context."""
     rng = np.random.default_rng(3)
-    start = 2 * BLOCK + 11
     tokens = rng.integers(0, VOCAB, start + NEAR)
     caches = [model.cache(2, start + 80) for _ in range(2)]
     chunk = SequenceRows.chain(1, 0, tokens[:5])
@@ -258,16 +269,39 @@ def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
 # ---- who uses them
 
 
-def test_cuda_devices_take_the_kernels() -> None:
+def test_cuda_devices_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonAttention, "try_out", lambda *_: None)
     for dtype in (torch.bfloat16, torch.float32):
         assert attention_for(torch.device("cuda"), dtype) is TritonAttention
         assert attention_for(torch.device("cpu"), dtype) is PathAttention
 
 
+def test_trying_out_runs_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+    for name in ("store_rows", "far_zone", "near_zone"):
+        kernel = getattr(triton_attention.triton_kernels, name)
+        run = kernel.run
+
+        def launch(*args: Any, name: str = name, run: Any = run, **kwargs: Any) -> Any:
+            launched.append(name)
+            return run(*args, **kwargs)
+
+        monkeypatch.setattr(kernel, "run", launch)
+    TritonAttention.try_out(torch.device("cpu"), torch.float32)
+    assert launched == ["store_rows", "far_zone", "near_zone"]
+
+
 def test_without_triton_they_take_matrix_products_and_say_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def no_compiler(*_: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(TritonAttention, "try_out", no_compiler)
+    assert attention_for(torch.device("cuda"), torch.bfloat16) is TwoZoneAttention
     monkeypatch.setitem(sys.modules, "valuspec.engine.triton_attention", None)
-    with caplog.at_level(logging.WARNING):
-        assert attention_for(torch.device("cuda"), torch.bfloat16) is TwoZoneAttention
-    assert "triton cannot be imported" in caplog.text
+    assert attention_for(torch.device("cuda"), torch.bfloat16) is TwoZoneAttention
+    messages = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(messages) == 2
+    assert all("no Triton kernels for attention" in message for message in messages)
+    assert "C compiler" in messages[0]

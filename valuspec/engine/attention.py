@@ -47,8 +47,10 @@ def attention_for(device: torch.device, dtype: torch.dtype) -> type[Attention]:
     if device.type == "cuda":
         try:
             from valuspec.engine.triton_attention import TritonAttention
-        except ImportError as error:
-            logger.warning("attention by matrix products: triton cannot be imported (%s)", error)
+
+            TritonAttention.try_out(device, dtype)
+        except Exception as error:  # not installed, no C compiler, a GPU it does not know, ...
+            logger.warning("no Triton kernels for attention: %s", error, exc_info=True)
         else:
             return TritonAttention
     return TwoZoneAttention

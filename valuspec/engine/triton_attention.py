@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from valuspec.engine import triton_kernels
-from valuspec.engine.kv_cache import BLOCK, ONES, Int64Array, KvCache
-from valuspec.engine.rows import NEAR, Rows
+from valuspec.engine.kv_cache import BLOCK, ONES, Int64Array, KvCache, own_blocks
+from valuspec.engine.rows import NEAR, Rows, SequenceRows, build_rows
 
 #: Queries of one tile, a power of two: heads of a group for several rows of one sequence.
 TILE = 32
@@ -56,6 +56,24 @@ class TritonAttention:
             "ones": ONES,
         }
         self.refill(rows)
+
+    @classmethod
+    def try_out(cls, device: torch.device, dtype: torch.dtype) -> None:
+        """Attend for one row; raises whatever Triton does where it cannot compile or launch."""
+        cache = KvCache(
+            num_layers=1,
+            num_blocks=1,
+            num_heads=1,
+            num_kv_heads=1,
+            head_size=16,
+            dtype=dtype,
+            device=device,
+            tables=own_blocks(1, BLOCK),
+        )
+        chain = SequenceRows.chain(0, NEAR, np.zeros(1, np.int64))
+        rows = build_rows([chain], np.zeros(1, np.int64), device)
+        qkv = torch.zeros(len(rows.token_ids), 3, cache.head_size, dtype=dtype, device=device)
+        cls(rows, cache).attend(0, qkv)
 
     @staticmethod
     def capacity(rows: Rows) -> int:
