@@ -32,7 +32,7 @@ if sys.platform != "linux":
     pytest.skip("Triton is made for Linux alone", allow_module_level=True)
 
 from valuspec.engine import triton_attention
-from valuspec.engine.triton_attention import SLICE, TILE, TritonAttention
+from valuspec.engine.triton_attention import PRODUCT, SLICE, TILE, TritonAttention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VOCAB = 50
@@ -224,14 +224,15 @@ def test_half_precision_is_close_to_matrix_products() -> None:
 def test_what_other_sequences_left_is_not_read() -> None:
     """Even infinities: a weight of zero would make NaN of them."""
     model = Model()
-    tokens = np.random.default_rng(2).integers(0, VOCAB, 80)
-    rows = SequenceRows(0, 70, tokens[70:74], np.array([-1, 0, 0, 2]))
+    start = PRODUCT + NEAR + 5  # the second product reaches far beyond the tree
+    tokens = np.random.default_rng(2).integers(0, VOCAB, start + 4)
+    rows = SequenceRows(0, start, tokens[start:], np.array([-1, 0, 0, 2]))
     outputs = []
     for left in (0.0, float("inf")):
-        cache = model.cache(1, 100)
+        cache = model.cache(1, start + 10)
         cache.keys.fill_(left)
         cache.values.fill_(left)
-        model.fill(cache, 0, tokens[:70])
+        model.fill(cache, 0, tokens[:start])
         outputs.append(model.attend(TritonAttention, cache, rows))
     assert torch.isfinite(outputs[0]).all()
     assert torch.equal(outputs[0], outputs[1])
