@@ -7,6 +7,8 @@ the cache holds what it holds without.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -18,8 +20,9 @@ from bench.identity import IdentityCheck
 from tests.support import engines
 from tests.support.tiny_models import tiny_target
 from valuspec.engine import graphs
-from valuspec.engine.graphs import WIDTHS, Run, StepGraphs, graphs_for, step_width
+from valuspec.engine.graphs import WIDTHS, CudaRecorder, Run, StepGraphs, graphs_for, step_width
 from valuspec.engine.kv_cache import BLOCK, KvCache, own_blocks
+from valuspec.engine.path_attention import PathAttention
 from valuspec.engine.probe import ENVELOPE, random_tree
 from valuspec.engine.rows import SequenceRows
 from valuspec.engine.target import Target
@@ -93,11 +96,14 @@ def steps(target: Target) -> list[tuple[list[SequenceRows], np.ndarray | None]]:
 
 def test_padded_steps_change_no_bit(eager: Target, padded: Target, recorder: Recorder) -> None:
     """Step after step in the same buffers, beside the same steps unpadded."""
-    caches = filled_cache(eager), filled_cache(eager)
+    caches = [filled_cache(eager) for _ in range(3)]
+    cpu = replace(eager, attention=PathAttention)
     for members, wanted in steps(eager):
         expected = eager.forward(members, caches[0], wanted)
         found = padded.forward(members, caches[1], wanted)
         assert torch.equal(found, expected)
+        near = cpu.forward(members, caches[2], wanted)
+        torch.testing.assert_close(found, near, atol=1e-4, rtol=1e-4)
         assert torch.equal(caches[0].keys, caches[1].keys)
         assert torch.equal(caches[0].values, caches[1].values)
     assert recorder.count < len(steps(eager)), "widths were used again"
@@ -168,3 +174,39 @@ def test_who_records(eager: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     others = tiny_target("gpt2").decoder
     assert graphs_for(others, TritonAttention, cuda) is None
     assert eager.graphs is None
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_cuda_recorder(
+    records: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With CUDA's part played: a run before the recording, one in it, and from then on replays."""
+    events: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            events.append("replay")
+
+    @contextmanager
+    def recording(graph: Graph, pool: str) -> Iterator[None]:
+        events.append(f"begin in {pool}")
+        yield
+        if not records:
+            raise RuntimeError("operation not permitted")
+        events.append("end")
+
+    def run() -> torch.Tensor:
+        events.append("run")
+        return torch.tensor(len(events))
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    replay = CudaRecorder()(run)
+    assert events[:3] == ["run", "begin in pool", "run"]
+    if records:
+        assert int(replay()) == int(replay()) == 3
+        assert events[3:] == ["end", "replay", "replay"]
+    else:
+        assert replay is run
+        assert "cannot be recorded" in caplog.text

@@ -10,6 +10,7 @@ them, and their logits are thrown away.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +23,8 @@ from valuspec.engine.decoder import Decoder, LeanDecoder
 from valuspec.engine.kv_cache import Int64Array, KvCache
 from valuspec.engine.rows import Rows, SequenceRows, build_rows
 from valuspec.engine.two_zone import TwoZoneAttention
+
+logger = logging.getLogger(__name__)
 
 #: Rows of a recorded step; the widest holds a pending token and most of the largest tree.
 WIDTHS = (4, 8, 16, 32, 64)
@@ -120,7 +123,7 @@ class StepGraphs:
 
 
 class CudaRecorder:
-    """Records runs as CUDA graphs that share their working memory."""
+    """Records runs as CUDA graphs that share their memory; what CUDA refuses runs as it is."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -128,8 +131,12 @@ class CudaRecorder:
     def __call__(self, run: Run) -> Run:
         run()  # compiles kernels and opens libraries, which must not happen in a recording
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            result = run()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                result = run()
+        except RuntimeError as error:
+            logger.warning("a step cannot be recorded, its kernels run one by one: %s", error)
+            return run
 
         def replay() -> torch.Tensor:
             graph.replay()
