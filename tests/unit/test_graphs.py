@@ -118,6 +118,15 @@ def test_logits_outlive_the_next_step(padded: Target) -> None:
     assert torch.equal(first, before)
 
 
+def test_blocks_are_looked_up_in_every_step(padded: Target) -> None:
+    cache = filled_cache(padded)
+    tokens = np.array([3])
+    expected = padded.forward([SequenceRows.chain(0, START, tokens)], cache)
+    cache.tables[:] = cache.tables[::-1].copy()
+    found = padded.forward([SequenceRows.chain(1, START, tokens)], cache)
+    assert torch.equal(found, expected)
+
+
 def test_recordings_by_width_slices_and_cache(padded: Target, recorder: Recorder) -> None:
     cache = filled_cache(padded, SLICE + BLOCK)
     row = SequenceRows.chain(0, START, np.array([1]))
