@@ -31,6 +31,8 @@ SIZES = {
     "block": BLOCK,
     "ones": ONES,
 }
+#: By compute capability: without and with.
+SOFTCAPS = {80: 0.0, 90: 30.0}
 ZONES = SIZES | {"softcap": 0.0, "near": NEAR, "slice_keys": SLICE}
 KERNELS = {
     "store_rows": SIZES,
@@ -43,7 +45,9 @@ TYPES |= dict.fromkeys(("width", "table_width", "window"), "i32")
 
 
 def compile_kernel(name: str, capability: int) -> dict[str, Any]:
-    kernel, constants = getattr(triton_kernels, name), KERNELS[name]
+    kernel, constants = getattr(triton_kernels, name), dict(KERNELS[name])
+    if "softcap" in constants:
+        constants["softcap"] = SOFTCAPS[capability]
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else TYPES.get(n, "*i32") for n in names}
     aligned = {
@@ -76,4 +80,4 @@ def _stack_bytes(cubin: bytes) -> int:
 
 
 if __name__ == "__main__":
-    print(json.dumps([compile_kernel(name, c) for name in KERNELS for c in (80, 90)]))
+    print(json.dumps([compile_kernel(name, c) for name in KERNELS for c in SOFTCAPS]))

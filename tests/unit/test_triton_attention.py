@@ -238,6 +238,22 @@ def test_what_other_sequences_left_is_not_read() -> None:
     assert torch.equal(outputs[0], outputs[1])
 
 
+@pytest.mark.parametrize("group", [1, 3, TILE])
+def test_tiles_hold_every_row_once_and_one_sequence_each(group: int) -> None:
+    """The interpreter runs programs in turn: two that write one row would race on a GPU alone."""
+    cache = Model(group=group).cache(3, 200)
+    counts = (TILE + 7, 1, 11)
+    members = [SequenceRows.chain(i, 5, np.arange(n)) for i, n in enumerate(counts)]
+    rows = build_rows(members, np.array([0]), cache.device, min_width=64)
+    width = len(rows.token_ids)
+    _, cells, sequences, tile_rows = triton_attention.row_plan(rows, cache, width)[:4]
+    tiles = [np.arange(first, first + tile_rows[first]) for first in np.flatnonzero(tile_rows)]
+    assert np.array_equal(np.concatenate(tiles), np.arange(sum(counts)))
+    assert all(len(tile) * group <= TILE for tile in tiles)
+    assert all(len(set(sequences[tile])) == 1 for tile in tiles)
+    assert np.array_equal(np.flatnonzero(cells < 0), np.arange(sum(counts), width))
+
+
 # ---- without a GPU, and without the interpreter
 
 

@@ -83,7 +83,7 @@ class TritonAttention:
 
     def refill(self, rows: Rows) -> None:
         """Attend for other rows from now on, of the same padded width and capacity."""
-        self._plan.copy_(torch.from_numpy(_plan(rows, self.cache, self._grid[0])))
+        self._plan.copy_(torch.from_numpy(row_plan(rows, self.cache, self._grid[0])))
         self._tables.copy_(torch.from_numpy(self.cache.tables.astype(np.int32)))
 
     def attend(
@@ -120,7 +120,7 @@ class TritonAttention:
         return self._out
 
 
-def _plan(rows: Rows, cache: KvCache, width: int) -> NDArray[np.int32]:
+def row_plan(rows: Rows, cache: KvCache, width: int) -> NDArray[np.int32]:
     """What kernels read of `width` rows, int32 [4 + NEAR, width].
 
     Positions, cells (-1: padding, not stored), sequences, rows of the tile that begins at a row

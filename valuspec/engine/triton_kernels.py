@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 
-def kernel(function: Callable[..., None]) -> Any:
+def kernel(function: Callable[..., Any]) -> Any:
     """Compile on first launch, once: not again for numbers that happen to divide by 16."""
     numbers = ["width", "table_width", "window"]
     return triton.jit(do_not_specialize=numbers)(function)
@@ -57,6 +57,14 @@ def store_rows(
     target = values + (matrix * block + at) * (size + ones)
     tl.store(target + d, tl.load(source + num_kv_heads * size, mask=inside), mask=inside)
     tl.store(target + size + tl.arange(0, ones), tl.full((ones,), 1.0, tl.float32))
+
+
+@kernel
+def capped(score: tl.tensor, cap: tl.constexpr) -> Any:
+    """cap * tanh(score / cap), of which Triton's language has no function."""
+    small = tl.exp(-2 / cap * tl.abs(score))
+    size = cap * (1 - small) / (1 + small)
+    return tl.where(score < 0, -size, size)
 
 
 @kernel
@@ -123,7 +131,7 @@ def far_zone(
         k = tl.load(k_at, mask=inside[:, None] & mine[None, :], other=0.0)
         score = tl.dot(q, k, input_precision="ieee")
         if softcap > 0:
-            score = softcap * (1 - 2 / (tl.exp(2 / softcap * score) + 1))  # softcap * tanh
+            score = capped(score, softcap)
         hidden = (key[None, :] > last[:, None]) | (key[None, :] <= position[:, None] - window)
         score = tl.where(hidden, -float("inf"), score)
         highest = tl.maximum(peak, tl.max(score, 1))
@@ -186,7 +194,7 @@ def near_zone(
     k = tl.load(k_at, mask=inside[:, None] & seen[None, :], other=0.0)
     score = tl.dot(q, k, input_precision="ieee")
     if softcap > 0:
-        score = softcap * (1 - 2 / (tl.exp(2 / softcap * score) + 1))
+        score = capped(score, softcap)
     score = tl.where(seen[None, :], score, -float("inf"))
     peak = tl.max(score, 1)  # finite: a row sees itself
     v_at = values + (matrix * block + at)[:, None] * (size + ones) + d[None, :]
