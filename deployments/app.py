@@ -25,6 +25,8 @@ from deployments.valuation import Valuation
 
 #: These deployments wait more than they compute; a CPU reserved for each would not fit a laptop.
 _NO_CPU = {"num_cpus": 0}
+#: What a replica that goes may take to finish the streams it is in.
+_LEAVE_S = 120
 
 
 def build_app(args: AppArgs) -> Application:
@@ -59,11 +61,12 @@ def build_app(args: AppArgs) -> Application:
             "request_router_kwargs": {"places": args.max_batch_size},
         },
         health_check_period_s=5,
-        graceful_shutdown_timeout_s=120,
+        graceful_shutdown_timeout_s=_LEAVE_S,
     )(TargetReplica).bind(args, retrieval if args.retrieval else None, valuation)
     app: Application = serve.deployment(
         name="Gateway",
         max_ongoing_requests=1024,
         ray_actor_options=_NO_CPU,
+        graceful_shutdown_timeout_s=_LEAVE_S,
     )(serve.ingress()(Gateway)).bind(args, target, valuation)
     return app

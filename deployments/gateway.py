@@ -18,6 +18,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from deployments import errors
+from deployments.admission import HEALTH_PATH, Admission
 from deployments.auth import ApiKeys
 from deployments.errors import ApiError
 from deployments.exposure import check_exposure, check_host
@@ -46,12 +47,14 @@ def create_app(
     args: AppArgs,
     keys: ApiKeys,
     *,
+    admission: Admission | None = None,
     echo_request_id: bool = True,
     local_only: bool = False,
 ) -> FastAPI:
     """The HTTP app. Once keys are configured, every route of it needs one; /health is none of its
     API routes. There is no /docs and no /openapi.json.
 
+    admission:       to drain the app by
     echo_request_id: False behind a proxy that adds the x-request-id header to answers itself
     local_only:      refuse requests that know this machine by another name than its own
     """
@@ -62,6 +65,7 @@ def create_app(
         redoc_url=None,
         openapi_url=None,
     )
+    app.add_middleware((admission or Admission()).around)
     errors.install(
         app,
         max_body_bytes=args.max_body_bytes,
@@ -73,7 +77,7 @@ def create_app(
         await target.check_ready()
         return JSONResponse({"status": "ok"})
 
-    app.router.add_route("/health", health)
+    app.router.add_route(HEALTH_PATH, health)
     _add_routes(app, target, args, keys)
     return app
 
@@ -278,6 +282,7 @@ class Gateway:
     ) -> None:
         self._args = args
         self._port = HandlePort(target, valuation)
+        self._admission = Admission()
         # Read here, in the replica: keys must not travel through Serve's configuration.
         self._keys = ApiKeys.from_environment()
         check_exposure(_listening_host(), self._keys, insecure=args.insecure)
@@ -288,6 +293,11 @@ class Gateway:
             self._port,
             self._args,
             self._keys,
+            admission=self._admission,
             echo_request_id=False,
             local_only=not self._keys and not self._args.insecure,
         )
+
+    async def drain(self, timeout_s: float) -> int:
+        """`Admission.drain`; for `DeploymentHandle.broadcast`, which reaches every gateway."""
+        return self._admission.drain(timeout_s)

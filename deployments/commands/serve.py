@@ -4,28 +4,40 @@ Nothing listens beyond this machine unless --host says so, and then only with AP
 from VALUSPEC_API_KEYS ("tenant:key" or "key", comma separated) or the file named by
 VALUSPEC_API_KEYS_FILE (one a line). With REDIS_URL set, draft trees are kept there in place of a
 Valkey of our own.
+
+Ctrl-C or SIGTERM lets running answers end and refuses new requests; the second one stops at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from deployments.auth import ApiKeys
 from deployments.exposure import ExposedError, check_exposure
 from deployments.settings import AppArgs
 from retrieval.locations import cache_folder
 
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
 EXAMPLE = """example:
   valuspec serve
   valuspec serve --model ./my-model --port 9000 --max-batch-size 16"""
 
 _APP_NAME = "valuspec"
+#: For a gateway's answer, and beyond the timeout, which it keeps to itself.
+_PATIENCE_S = 10.0
+_PROXY_S = 1.0
 
 #: How Serve carries a stream: less than half the CPU of its defaults, which on one machine is the
 #: model's. On a cluster it is the operator's choice (docs/operations.md): a peer that vanishes with
@@ -95,7 +107,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-retrieval", action="store_true", help="do not store or look up draft trees"
     )
-
+    parser.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long running answers may take to end after Ctrl-C or SIGTERM (%(default)g)",
+    )
     parser.add_argument(
         "--insecure",
         action="store_true",
@@ -128,19 +146,22 @@ def run(options: argparse.Namespace) -> int:
         )
         keys = ApiKeys.from_environment()
         os.environ.setdefault("RAY_AUTH_MODE", "token")  # inherited by all processes of Ray
+        if not options.drain_timeout >= 0:  # nor NaN
+            raise ValueError(f"--drain-timeout {options.drain_timeout} is not a number of seconds")
         check_exposure(options.host, keys, insecure=options.insecure)
         _check_port(options.host, options.port)
     except (ValueError, OSError, ExposedError) as error:
         print(f"valuspec serve: {error}", file=sys.stderr)
         return 2
     try:
-        return _serve(args, options.host, options.port)
+        return _serve(args, options.host, options.port, drain_timeout_s=options.drain_timeout)
     except KeyboardInterrupt:
         return 0
 
 
-def _serve(args: AppArgs, host: str, port: int) -> int:
-    """Start everything, wait for KeyboardInterrupt, stop everything."""
+def _serve(args: AppArgs, host: str, port: int, *, drain_timeout_s: float) -> int:
+    """Start everything, wait for a signal, stop everything; at once if that raises
+    KeyboardInterrupt."""
     # Read by Ray when it is imported, and inherited by all of its processes.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Despite its name, this is what keeps Ray's own ports on the loopback address.
@@ -162,20 +183,45 @@ def _serve(args: AppArgs, host: str, port: int) -> int:
         print(f"==> loading {args.model_name} (up to a minute; longer the first time)", flush=True)
         serve.start(http_options={"host": host, "port": port})
         try:
-            serve.run(build_app(args), name=_APP_NAME)
+            app = serve.run(build_app(args), name=_APP_NAME)
         except (RuntimeError, RayServeException) as error:
             print(f"valuspec serve: the app did not start: {error}", file=sys.stderr)
             return 1
         print(_greeting(args, host, port), flush=True)
-        threading.Event().wait()
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
+        asyncio.run(_stop(app, drain_timeout_s))
         return 0
     finally:
-        # A second Ctrl-C must not leave half of the processes behind.
+        # A further signal must not leave half of the processes behind.
         for kind in (signal.SIGINT, signal.SIGTERM):
             signal.signal(kind, signal.SIG_IGN)
-        print("\n==> stopping", flush=True)
-        serve.shutdown()  # type: ignore[no-untyped-call]
+        print("==> stopping", flush=True)
         ray.shutdown()
+
+
+async def _stop(app: DeploymentHandle[Any], timeout_s: float) -> None:
+    """Refuse new requests, wait for open ones to end, which the gateways see to, and end the app.
+
+    In an event loop, as Serve's handles may be told to run in none but the caller's.
+    """
+    from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    print(f"\n==> letting answers end, {timeout_s:g} s at most (Ctrl-C stops at once)", flush=True)
+    give_up_at = time.monotonic() + timeout_s + _PATIENCE_S
+    try:
+        # Asked again and again, the gateways need not be waited for when a second signal comes.
+        while sum(await app.broadcast("drain", timeout_s).results_async(timeout_s=_PATIENCE_S)):
+            if time.monotonic() > give_up_at:
+                raise TimeoutError("requests are open beyond the timeout")
+            await asyncio.sleep(0.2)
+    except (TimeoutError, RayError, RayServeException) as error:
+        print(f"valuspec serve: not drained: {error}", file=sys.stderr)
+    # What the gateways have sent is still to be passed on by the proxies, which stop first.
+    await asyncio.sleep(_PROXY_S)
+    await serve.shutdown_async()  # type: ignore[no-untyped-call]
 
 
 def _greeting(args: AppArgs, host: str, port: int) -> str:
