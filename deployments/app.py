@@ -17,6 +17,7 @@ No call leaves the replica during a step: a call costs 0.5 to 2 ms, a step a few
 from ray import serve
 from ray.serve import Application
 
+from deployments.admission import MAX_OPEN_REQUESTS
 from deployments.gateway import Gateway
 from deployments.retrieval import Retrieval
 from deployments.settings import AppArgs
@@ -52,7 +53,8 @@ def build_app(args: AppArgs) -> Application:
         name="Target",
         num_replicas=args.num_replicas,
         user_config=thresholds,
-        # The replica refuses what exceeds its capacity itself; this leaves it room to.
+        # The replica refuses what exceeds its capacity itself; this leaves it room to. What a full
+        # queue refuses is Serve's BackPressureError, which deployments.port turns into ours.
         max_ongoing_requests=capacity + 16,
         max_queued_requests=capacity,
         ray_actor_options={"num_cpus": 1, "num_gpus": 1 if args.device == "cuda" else 0},
@@ -65,7 +67,9 @@ def build_app(args: AppArgs) -> Application:
     )(TargetReplica).bind(args, retrieval if args.retrieval else None, valuation)
     app: Application = serve.deployment(
         name="Gateway",
-        max_ongoing_requests=1024,
+        # Admission refuses far below this, and the proxy's queue has no limit: a refusal of the
+        # proxy's would not be in OpenAI's form.
+        max_ongoing_requests=16 * MAX_OPEN_REQUESTS,
         ray_actor_options=_NO_CPU,
         graceful_shutdown_timeout_s=_LEAVE_S,
     )(serve.ingress()(Gateway)).bind(args, target, valuation)

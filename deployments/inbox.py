@@ -58,6 +58,7 @@ class Inbox:
         finally:
             del self._calls[key]
             follower.cancel()
+            # Of a call that Serve has refused, this raises the refusal once more.
             stream.cancel()  # type: ignore[no-untyped-call]
 
     async def _follow(self, stream: DeploymentResponseGenerator[Any], opened: _OpenCall) -> None:

@@ -61,7 +61,11 @@ class HandlePort:
             raise ReplicaLostError from error
 
     async def check_ready(self) -> None:
-        await _ready(self._target.check_health.remote())
+        try:
+            await _ready(self._target.check_health.remote())
+        except ApiError as error:
+            if error.status != 429:  # a full server is a healthy one
+                raise
 
     async def card(self) -> ModelCard:
         if self._card is None:  # the same for as long as the app runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -93,6 +94,28 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     full = ["--max-batch-size", "1", "--max-waiting", "0"]
     with serving(tmp_path_factory.mktemp("small"), *full, "--drain-timeout", "600") as command:
         yield command
+
+
+@pytest.mark.fault(51)
+def test_whoever_refuses_does_it_in_our_form(small: Command) -> None:
+    """The replica, or the queue in front of it: with so many at once it takes both."""
+    responses: list[httpx.Response] = []
+
+    def flood() -> None:
+        async def ask_all() -> None:
+            async with httpx.AsyncClient(base_url=small.client.base_url, timeout=120) as client:
+                asked = [client.post("/v1/completions", json=LONG) for _ in range(64)]
+                responses.extend(await asyncio.gather(*asked))
+
+        asyncio.run(ask_all())
+
+    "".join(small.stream(flood))
+    refused = [response for response in responses if response.status_code != 200]
+    assert len(refused) > 50, "a few came when the stream had ended"
+    for response in refused:
+        assert response.status_code == 429, response.text
+        assert response.json()["error"]["code"] == "overloaded"
+        assert int(response.headers["retry-after"]) > 0
 
 
 @pytest.mark.fault(19)

@@ -12,6 +12,7 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
+from deployments.admission import MAX_OPEN_REQUESTS
 from deployments.app import build_app
 from deployments.settings import AppArgs
 
@@ -157,10 +158,16 @@ def test_the_cluster_is_ready_for_load_and_for_going_down() -> None:
     assert serve.http_options.request_timeout_s > args.request_timeout_s
     for name in ("Gateway", "Target"):
         assert options[name]["graceful_shutdown_timeout_s"] > args.request_timeout_s
-        assert 0 < options[name]["max_queued_requests"] <= options[name]["max_ongoing_requests"]
+    target, gateway = options["Target"], options["Gateway"]
+    assert 0 < target["max_queued_requests"] <= target["max_ongoing_requests"]
     scaling = options["Target"]["autoscaling_config"]
     assert scaling["policy"]["policy_function"] == "deployments.autoscaling:LoadPolicy"
     assert options["Retrieval"]["num_replicas"] == 1, "one writer of the index"
+    # What is too much is refused by the target or by the gateway, never by the proxy.
+    held = scaling["max_replicas"] * (args.max_batch_size + args.max_waiting)
+    assert held < gateway["num_replicas"] * MAX_OPEN_REQUESTS
+    assert gateway["max_queued_requests"] == -1
+    assert gateway["max_ongoing_requests"] > MAX_OPEN_REQUESTS
 
 
 @pytest.mark.parametrize("where", NODE_TYPES)
