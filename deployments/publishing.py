@@ -63,9 +63,14 @@ class ThresholdDesk:
     """
 
     def __init__(
-        self, store: ThresholdStore, *, clock: Callable[[], float] = time.monotonic
+        self,
+        store: ThresholdStore,
+        *,
+        on_error: Callable[[StoreError], None] = lambda error: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
+        self._on_error = on_error
         self._clock = clock
         self._breaker = CircuitBreaker(clock=clock)
         self._reports: dict[str, tuple[float, ReplicaReport]] = {}  # by replica, when it was told
@@ -79,6 +84,7 @@ class ThresholdDesk:
             pointer = await self._store.pointer(report.model)
         except StoreError as error:
             self._breaker.record_failure()
+            self._on_error(error)
             return Polled(None, error.kind)
         self._breaker.record_success()
         return Polled(pointer)

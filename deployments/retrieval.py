@@ -12,6 +12,8 @@ from typing import Any
 
 from deployments.publishing import Polled, ReplicaReport, ThresholdDesk
 from deployments.settings import AppArgs
+from deployments.store_errors import StoreErrors
+from deployments.telemetry import Telemetry
 from retrieval import RetrievalService, Retrieved
 from retrieval.locations import valkey_folder
 from retrieval.store import StoreError
@@ -53,13 +55,15 @@ class Retrieval:
             folder = Path(args.valkey_dir) if args.valkey_dir else valkey_folder()
             self._server = EmbeddedValkey(folder).start()
             url = self._server.url
+        self._store_failed = StoreErrors(Telemetry())
         self._service = RetrievalService(
             RedisStore(url),
             FaissIndex,
+            on_store_error=self._store_failed,
             vocab_size=_ANY_VOCAB_SIZE,
             max_trees=args.max_indexed_trees,
         )
-        self._thresholds = ThresholdDesk(ThresholdStore.at(url))
+        self._thresholds = ThresholdDesk(ThresholdStore.at(url), on_error=self._store_failed)
         self._documents = RedisDocuments(url)
         self._tenants = TenantRegistry(self._documents)
 
@@ -75,6 +79,7 @@ class Retrieval:
         try:
             await self._tenants.register(owner)
         except StoreError as error:  # nothing is stored that could not be found again
+            self._store_failed(error)
             logger.warning("answer not stored, its owner cannot be noted: %s", error)
             return "error"
         return await self._service.write_back(owner.namespace, prompt_ids, output_ids)
@@ -84,6 +89,7 @@ class Retrieval:
         try:
             owners = await self._tenants.owners()
         except StoreError as error:
+            self._store_failed(error)
             logger.warning("a replica starts without stored answers: %s", error)
             return []
         namespaces = [owner.namespace for owner in owners if owner.model_fingerprint == model]

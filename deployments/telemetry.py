@@ -38,6 +38,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "valuspec_tree_nodes_offered": ("Candidate nodes before valuation.", ()),
     "valuspec_tree_nodes_kept": ("Candidate nodes kept by valuation.", ()),
     "valuspec_retrieval_requests": ("Lookups of draft trees.", ("outcome",)),
+    "valuspec_store_errors": ("Calls of the store that failed.", ("kind",)),
     "valuspec_trees_refused": ("Retrieved trees that do not fit the vocabulary.", ()),
     "valuspec_warmed_answers": ("Stored trees a replica read before its first request.", ()),
     "valuspec_write_back": ("Finished answers offered to the store.", ("outcome",)),

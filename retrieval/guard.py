@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from retrieval.breaker import CircuitBreaker
@@ -28,12 +28,19 @@ class GuardedStore:
     """
 
     def __init__(
-        self, store: TreeStore, breaker: CircuitBreaker, counts: Counter[str], *, vocab_size: int
+        self,
+        store: TreeStore,
+        breaker: CircuitBreaker,
+        counts: Counter[str],
+        *,
+        vocab_size: int,
+        on_error: Callable[[StoreError], None],
     ) -> None:
         self._store = store
         self._breaker = breaker
         self._counts = counts
         self._vocab_size = vocab_size
+        self._on_error = on_error
 
     async def fetch(self, namespace: str, ids: Sequence[int]) -> dict[int, bytes]:
         """The blobs there are, by id."""
@@ -75,12 +82,16 @@ class GuardedStore:
             result = await call
         except Exception as error:
             # Other exceptions break the store's contract; they must not reach a request either.
-            failure = error if isinstance(error, StoreError) else None
-            kind = failure.kind if failure else "protocol"
-            self._counts[f"store_error.{kind}"] += 1
+            failure = (
+                error
+                if isinstance(error, StoreError)
+                else StoreError("protocol", f"{type(error).__name__}: {error}")
+            )
+            self._counts[f"store_error.{failure.kind}"] += 1
             self._breaker.record_failure()
-            if failure:
+            self._on_error(failure)
+            if failure is error:
                 raise
-            raise StoreError(kind, f"{type(error).__name__}: {error}") from error
+            raise failure from error
         self._breaker.record_success()
         return result

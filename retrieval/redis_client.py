@@ -10,8 +10,8 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from retrieval.store import StoreError, StoreErrorKind
@@ -74,6 +74,8 @@ def error_kind(error: Exception) -> StoreErrorKind:
     code = getattr(error, "status_code", None) or str(error).partition(" ")[0]
     if code in _REPLY_KINDS:
         return _REPLY_KINDS[code]
+    if isinstance(error, AuthenticationError):  # a password where the server wants none, say
+        return "auth"
     if isinstance(error, RedisConnectionError | OSError):
         return "busy" if str(error) == "No connection available." else "unreachable"
     return "protocol"

@@ -63,6 +63,10 @@ class RedisDocuments:
             raise StoreError("protocol", f"GETRANGE answered {type(reply).__name__}")
         return reply or None
 
+    async def ping(self) -> None:
+        """Raise StoreError unless the server answers, and lets us in."""
+        await guard(self._client().ping())
+
     async def create(self, key: str, value: bytes) -> bool:
         return bool(await guard(self._client().set(key, value, nx=True)))
 

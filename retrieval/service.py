@@ -86,13 +86,17 @@ class RetrievalService:
         vocab_size: int,
         max_trees: int = 1_000_000,
         breaker: CircuitBreaker | None = None,
+        on_store_error: Callable[[StoreError], None] = lambda error: None,
     ) -> None:
         """index_factory makes an empty index of the given dimension; trees with token ids
-        >= vocab_size are refused; max_trees bounds all indexes together, 1 KiB each."""
+        >= vocab_size are refused; max_trees bounds all indexes together, 1 KiB each; on_store_error
+        learns of every failure."""
         self.breaker = breaker or CircuitBreaker()
         self._counts: Counter[str] = Counter()
         self._raw_store = store
-        self._store = GuardedStore(store, self.breaker, self._counts, vocab_size=vocab_size)
+        self._store = GuardedStore(
+            store, self.breaker, self._counts, vocab_size=vocab_size, on_error=on_store_error
+        )
         self._vocab_size = vocab_size
         self._tasks: set[asyncio.Task[Any]] = set()
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="retrieval")

@@ -23,6 +23,16 @@ class StoreError(ValuSpecError):
         self.kind: StoreErrorKind = kind
 
 
+def refusal(error: StoreError) -> str:
+    """What an operator has to know of an error of kind "auth"."""
+    return (
+        f"the store at REDIS_URL refuses us ({error}): answers are the same, but slower, without "
+        "stored draft trees. Put the user and password it knows into REDIS_URL "
+        "(redis://USER:PASSWORD@HOST:PORT) and restart; what the user must be allowed is in "
+        "deployments/valkey/users.acl.template"
+    )
+
+
 class TreeStore(Protocol):
     """Every method may raise StoreError and nothing else."""
 

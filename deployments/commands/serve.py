@@ -150,6 +150,8 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"--drain-timeout {options.drain_timeout} is not a number of seconds")
         check_exposure(options.host, keys, insecure=options.insecure)
         _check_port(options.host, options.port)
+        if args.retrieval and (url := os.environ.get("REDIS_URL")):
+            asyncio.run(_check_store(url))
     except (ValueError, OSError, ExposedError) as error:
         print(f"valuspec serve: {error}", file=sys.stderr)
         return 2
@@ -232,6 +234,21 @@ curl {url}/v1/chat/completions -H 'content-type: application/json' \\
   -d '{{"model": "{args.model_name}", "temperature": 0,
        "messages": [{{"role": "user", "content": "What is a draft tree?"}}]}}'
 """
+
+
+async def _check_store(url: str) -> None:
+    """Say here, not only in a replica's log, that the store refuses us; it is no reason to stop."""
+    from retrieval.redis_documents import RedisDocuments
+    from retrieval.store import StoreError, refusal
+
+    documents = RedisDocuments(url)
+    try:
+        await documents.ping()
+    except StoreError as error:
+        text = refusal(error) if error.kind == "auth" else f"the store at REDIS_URL: {error}"
+        print(f"valuspec serve: {text}", file=sys.stderr)
+    finally:
+        await documents.aclose()
 
 
 def _check_port(host: str, port: int) -> None:

@@ -196,6 +196,29 @@ def test_refusals_of_a_real_server(valkey: EmbeddedValkey, setting, kind, reads)
 
 
 @pytest.mark.parametrize(
+    ("requirepass", "given"),
+    [("secret", ""), ("secret", ":wrong@"), ("secret", "nobody:secret@"), ("", ":needless@")],
+    ids=["NOAUTH", "WRONGPASS", "unknown user", "password where none is wanted"],
+)
+def test_a_refused_password_is_told_from_a_lost_server(valkey, requirepass, given) -> None:
+    async def scenario() -> None:
+        url = valkey.url.replace("unix://", f"unix://{given}")
+        async with redis_store(url) as store:
+            for call in (store.fetch(NS, [1]), store.put(NS, 1, b"blob"), store.count(NS)):
+                with pytest.raises(StoreError) as caught:
+                    await call
+                assert caught.value.kind == "auth", caught.value
+                assert "secret" not in str(caught.value)
+
+    with admin(valkey) as client:
+        client.config_set("requirepass", requirepass)
+        try:
+            asyncio.run(scenario())
+        finally:
+            client.config_set("requirepass", "")
+
+
+@pytest.mark.parametrize(
     ("reply", "kind"),
     [
         (b"-LOADING Redis is loading the dataset in memory\r\n", "loading"),

@@ -36,8 +36,7 @@ CASES: dict[int, Case] = {
     3: Case("store back, but empty", "misses, no errors; the breaker closes and trees return"),
     4: Case(
         "store answers OOM, READONLY, MOVED, LOADING, NOAUTH",
-        "a miss or a dropped write, counted by kind",
-        "There is no separate readiness warning for NOAUTH.",
+        "a miss or a dropped write, counted by kind; a refused password is said once",
     ),
     5: Case("store 500 ms away", "the lookup is given up at its deadline"),
     6: Case("store lost half of what was written", "what is gone is a miss and leaves the index"),
