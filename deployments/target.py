@@ -114,17 +114,19 @@ class TargetReplica:
     def check_health(self) -> None:
         """Serve's hook: raise when the engine makes no progress, to be replaced by Serve."""
         self._loop.check(stalled_after_s=STALLED_AFTER_S)
+        # Every few seconds: answers grow, and autoscaling, which would ask, may be off.
+        self._telemetry.gauge("valuspec_load", self._load())
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's hook, called periodically: what `deployments.autoscaling` decides by."""
-        choices = [choice for call in self._open_calls.values() for choice in call.values()]
+        return {LOAD_METRIC: self._load()}
+
+    def _load(self) -> float:
+        # Copies, as Serve may be told to call its hooks from threads.
+        choices = [one for call in list(self._open_calls.values()) for one in list(call.values())]
         num_tokens = sum(len(c.request.prompt_ids) + len(c.output_ids) for c in choices)
         max_batch_size, kv_tokens = self._args.max_batch_size, self._engine.kv_tokens
-        return {
-            LOAD_METRIC: load(
-                len(choices), num_tokens, max_batch_size=max_batch_size, kv_tokens=kv_tokens
-            )
-        }
+        return load(len(choices), num_tokens, max_batch_size=max_batch_size, kv_tokens=kv_tokens)
 
     async def begin(
         self, call: GenerateCall, gateway: str, key: str

@@ -68,6 +68,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "valuspec_num_requests_running": ("Requests in the batch.", ()),
     "valuspec_num_requests_waiting": ("Requests waiting for the batch.", ()),
     "valuspec_kv_cache_usage": ("Share of the cache that running requests use.", ()),
+    "valuspec_load": ("What autoscaling decides by: 1.0 is a replica in full use.", ()),
     "valuspec_exact": ("1 if output identity was proved by the start-up probe.", ()),
     "valuspec_threshold_version": ("1 for the version in use.", ("version",)),
 }

@@ -100,12 +100,16 @@ def test_a_replica_reports_what_it_has_to_do() -> None:
     call = GenerateCall(
         request_id="r", tenant="t", params=SamplingParams(), max_tokens=4, prompts=("a", "b"), n=2
     )
+    shown: dict[str, float] = {}
+    replica._telemetry.gauge = shown.__setitem__
 
     async def loads() -> list[float]:
         replies = replica.generate(call)
         seen = [replica.record_autoscaling_stats()[LOAD_METRIC]]
         async for _ in replies:
             seen.append(replica.record_autoscaling_stats()[LOAD_METRIC])
+            replica.check_health()
+            assert shown["valuspec_load"] == seen[-1]
             engine.gate.set()
         return [*seen, replica.record_autoscaling_stats()[LOAD_METRIC]]
 
