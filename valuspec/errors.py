@@ -5,6 +5,7 @@ ValuSpecError
 │   └── CorruptTreeError  a stored blob is damaged, foreign or of another version
 ├── ThresholdError        a threshold set is refused (reason in the message)
 ├── ModelError            a target model cannot be loaded or is not supported
+├── RankLostError         a rank of a target split over several is lost; the target is of no use
 └── RequestError          a request asks for something that cannot be served
 
 Messages say what was found, the limit, and the remedy.
@@ -29,6 +30,13 @@ class ThresholdError(ValuSpecError, ValueError):
 
 class ModelError(ValuSpecError):
     """A target model cannot be loaded or is not supported."""
+
+
+class RankLostError(ValuSpecError):
+    """A rank of a target split over several is dead, hung or out of step.
+
+    The target cannot compute anything again; whoever hosts it starts another.
+    """
 
 
 class RequestError(ValuSpecError, ValueError):

@@ -53,6 +53,7 @@ def describe(target: Target) -> dict[str, Any]:
         "dtype": str(target.dtype).removeprefix("torch."),
         "processor": _processor(target.device),
         "num_threads": torch.get_num_threads(),
+        "num_ranks": target.num_ranks,
         "arithmetic": [target.attention.__name__, target.exact_mode, target.min_width],
         "versions": {name: version(name) for name in ("valuspec", "torch", "transformers")},
     }

@@ -15,6 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from valuspec.engine.attention import Attention
 from valuspec.engine.linear import PackedLinear
+from valuspec.engine.ranks import RankGroup, RowSplitLinear
 from valuspec.engine.row_ops import ResidualStream, RmsNorm, Rotary
 from valuspec.engine.rows import Rows
 from valuspec.errors import ModelError
@@ -34,12 +35,18 @@ class Decoder(Protocol):
         ...
 
 
-def build_decoder(model: PreTrainedModel, max_model_len: int) -> Decoder:
-    """Choose the decoder for a loaded transformers model."""
-    config = model.config
+def is_lean(config: Any) -> bool:
+    """Whether models of this configuration have the lean block."""
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if config.model_type in LEAN_MODEL_TYPES and rope in STATIC_ROPE_TYPES:
-        return LeanDecoder(model, max_model_len)
+    return config.model_type in LEAN_MODEL_TYPES and rope in STATIC_ROPE_TYPES
+
+
+def build_decoder(
+    model: PreTrainedModel, max_model_len: int, group: RankGroup | None = None
+) -> Decoder:
+    """Choose the decoder for a loaded transformers model, or for a rank's shard of a lean one."""
+    if is_lean(model.config):
+        return LeanDecoder(model, max_model_len, group)
     return TransformersDecoder(model)
 
 
@@ -49,26 +56,26 @@ class _Layer:
     qkv: PackedLinear
     q_norm: RmsNorm | None
     k_norm: RmsNorm | None
-    output: PackedLinear
+    output: PackedLinear | RowSplitLinear
     post_norm: RmsNorm
     gate_up: PackedLinear
-    down: PackedLinear
+    down: PackedLinear | RowSplitLinear
     window: int | None
 
 
 class LeanDecoder:
     """Llama, Mistral, Qwen2, Qwen3, SmolLM: few operations per layer, packed linear layers."""
 
-    def __init__(self, model: Any, max_model_len: int) -> None:
+    def __init__(self, model: Any, max_model_len: int, group: RankGroup | None = None) -> None:
         config = model.config
-        self.num_heads: int = config.num_attention_heads
-        self.num_kv_heads: int = config.num_key_value_heads
         attention = model.model.layers[0].self_attn
         self.head_size: int = attention.head_dim
+        self.num_heads: int = len(attention.q_proj.weight) // self.head_size
+        self.num_kv_heads: int = len(attention.k_proj.weight) // self.head_size
         self.embedding: torch.Tensor = model.model.embed_tokens.weight.detach()
         self.norm = RmsNorm(model.model.norm.weight, config.rms_norm_eps)
         self.head = PackedLinear(model.lm_head.weight, model.lm_head.bias)
-        self.layers = [_pack_layer(layer, config) for layer in model.model.layers]
+        self.layers = [_pack_layer(layer, config, group) for layer in model.model.layers]
         with torch.inference_mode():
             positions = torch.arange(max_model_len, device=self.embedding.device)[None]
             cos, sin = model.model.rotary_emb(self.embedding[:1], positions)
@@ -105,7 +112,7 @@ class LeanDecoder:
         return logits
 
 
-def _pack_layer(layer: Any, config: Any) -> _Layer:
+def _pack_layer(layer: Any, config: Any, group: RankGroup | None) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     window = getattr(attention, "sliding_window", None)
     if config.model_type == "mistral":
@@ -115,12 +122,16 @@ def _pack_layer(layer: Any, config: Any) -> _Layer:
         qkv=_fuse(attention.q_proj, attention.k_proj, attention.v_proj),
         q_norm=_head_norm(attention, "q_norm", config.rms_norm_eps),
         k_norm=_head_norm(attention, "k_norm", config.rms_norm_eps),
-        output=_fuse(attention.o_proj),
+        output=_over_ranks(_fuse(attention.o_proj), group),
         post_norm=RmsNorm(layer.post_attention_layernorm.weight, config.rms_norm_eps),
         gate_up=_fuse(mlp.gate_proj, mlp.up_proj),
-        down=_fuse(mlp.down_proj),
+        down=_over_ranks(_fuse(mlp.down_proj), group),
         window=window,
     )
+
+
+def _over_ranks(linear: PackedLinear, group: RankGroup | None) -> PackedLinear | RowSplitLinear:
+    return linear if group is None else RowSplitLinear(linear, group)
 
 
 def _head_norm(attention: Any, name: str, eps: float) -> RmsNorm | None:

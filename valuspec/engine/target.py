@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,10 @@ from valuspec.engine.attention import Attention, attention_for
 from valuspec.engine.decoder import Decoder, LeanDecoder, build_decoder
 from valuspec.engine.graphs import StepGraphs, graphs_for, step_width
 from valuspec.engine.kv_cache import ONES, KvCache
+from valuspec.engine.mirror import Leader
+from valuspec.engine.ranks import RankGroup
 from valuspec.engine.rows import NEAR, Int64Array, SequenceRows, build_rows
+from valuspec.engine.shards import take_shard
 from valuspec.engine.weights import load_model, model_fingerprint, tokenizer_fingerprint
 from valuspec.errors import ModelError, RequestError
 
@@ -32,12 +35,15 @@ MAX_MODEL_LEN = 32768
 
 @dataclass(slots=True)
 class Target:
-    """A loaded target model.
+    """A loaded target model, or one rank's shard of it.
 
     exact_mode: "rows" (rows do not influence each other), "envelope" (every forward padded to one
         width) or "fast" (neither could be shown exact; `exact` is False)
     min_width:  every forward is padded to a multiple of so many rows
     graphs:     recorded forwards of few rows, on devices that replay them faster
+    num_heads, num_kv_heads: of this rank
+    num_ranks:  how many share the work of a forward
+    leader:     on rank 0 of several, what makes the others do the same
     """
 
     decoder: Decoder
@@ -57,26 +63,42 @@ class Target:
     graphs: StepGraphs | None = None
     exact_mode: ExactMode = "fast"
     min_width: int = 4
+    num_ranks: int = 1
+    leader: Leader | None = None
 
     @classmethod
     def load(
-        cls, model: str, *, dtype: str = "bfloat16", device: str = "cpu", exact: bool = True
+        cls,
+        model: str,
+        *,
+        dtype: str = "bfloat16",
+        device: str = "cpu",
+        exact: bool = True,
+        group: RankGroup | None = None,
+        leader: Leader | None = None,
     ) -> Target:
         """Load a folder, hub id, .gguf file or the bundled `smollm2`, and probe exactness.
 
-        exact: False skips the probe and serves in fast mode
-        Raises ModelError when the model cannot be loaded or its architecture is not supported.
+        exact:  False skips the probe and serves in fast mode
+        group:  load only what its rank holds of the weights
+        leader: on rank 0 of a group; returns once all ranks have loaded
+        Raises ModelError when the model cannot be loaded, its architecture is not supported or it
+        cannot be split; RankLostError.
         """
         from valuspec.engine.probe import choose_exact_mode
 
         loaded, tokenizer = load_model(model, _dtype(dtype))
-        target = cls.from_model(loaded.to(device), tokenizer)
+        # A shard is taken in main memory: the whole need not fit the device.
+        target = cls.from_model(loaded if group else loaded.to(device), tokenizer, group)
+        if leader is not None:
+            leader.await_others(target.model_fingerprint)
+            target.leader = leader
         if exact:
             target.exact_mode, target.min_width = choose_exact_mode(target)
         return target
 
     @classmethod
-    def from_model(cls, model: Any, tokenizer: Any) -> Target:
+    def from_model(cls, model: Any, tokenizer: Any, group: RankGroup | None = None) -> Target:
         """Wrap a loaded transformers model; `tokenizer` may be None where no text is needed.
 
         The model's modules are repacked and must not be used afterwards.
@@ -85,9 +107,15 @@ class Target:
         heads = config.num_attention_heads
         limit = int(getattr(config, "max_position_embeddings", MAX_MODEL_LEN))
         max_model_len = min(limit, MAX_MODEL_LEN)
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
         fingerprint = model_fingerprint(model)
+        num_ranks = 1
+        if group is not None:
+            num_ranks = group.size
+            take_shard(model, group.rank, num_ranks)
+            model.to(group.device)
         weight = model.get_input_embeddings().weight
-        decoder = build_decoder(model, max_model_len)
+        decoder = build_decoder(model, max_model_len, group)
         attention = attention_for(weight.device, weight.dtype)
         return cls(
             decoder=decoder,
@@ -98,13 +126,15 @@ class Target:
             model_fingerprint=fingerprint,
             tokenizer_fingerprint="" if tokenizer is None else tokenizer_fingerprint(tokenizer),
             num_layers=config.num_hidden_layers,
-            num_heads=heads,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            num_heads=heads // num_ranks,
+            num_kv_heads=kv_heads // num_ranks,
             head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
             dtype=weight.dtype,
             device=weight.device,
             attention=attention,
-            graphs=graphs_for(decoder, attention, weight.device),
+            # Sums over ranks are no part of a recording.
+            graphs=graphs_for(decoder, attention, weight.device) if group is None else None,
+            num_ranks=num_ranks,
         )
 
     @property
@@ -135,7 +165,8 @@ class Target:
 
     def new_cache(self, tables: Int64Array, num_blocks: int | None = None) -> KvCache:
         """An empty cache of `num_blocks` blocks, of those that `tables` names when absent."""
-        return KvCache(
+        make: Callable[..., KvCache] = KvCache if self.leader is None else self.leader.new_cache
+        return make(
             num_layers=self.num_layers,
             num_blocks=int(tables.max()) + 1 if num_blocks is None else num_blocks,
             num_heads=self.num_heads,
@@ -153,7 +184,8 @@ class Target:
         if self.device.type == "cuda":
             memory = torch.cuda.mem_get_info(self.device)[0]
         else:
-            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            # Which all ranks share. A GPU is one rank's; rank 0 has most on it, the head too.
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.num_ranks
         return min(wanted, int(memory * KV_SHARE) // per_token)
 
     def forward(
@@ -168,7 +200,11 @@ class Target:
         if self.graphs is not None and (width := step_width(count, self.min_width)) is not None:
             return self.graphs.forward(members, wanted, cache, width)
         rows = build_rows(members, wanted, cache.device, min_width=self.min_width)
-        return self.decoder.forward(rows, self.attention(rows, cache))[: len(wanted)]
+        attention = self.attention(rows, cache)
+        if self.leader is None:
+            return self.decoder.forward(rows, attention)[: len(wanted)]
+        with self.leader.forward(members, cache, self.min_width):
+            return self.decoder.forward(rows, attention)[: len(wanted)]
 
     def show_features(self, layer_ids: tuple[int, ...]) -> None:
         """From now on keep what these layers read in `features`; ids as in `HeadConfig`."""

@@ -46,6 +46,17 @@ def load_model(model: str, dtype: torch.dtype) -> tuple[Any, Any]:
         ) from error
 
 
+def load_config(model: str) -> Any:
+    """Read the configuration alone, from wherever `load_model` takes it. Raises ModelError."""
+    path = _bundled_gguf() if model == BUNDLED_MODEL else Path(model)
+    try:
+        if path.suffix == ".gguf":
+            return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        return AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read the configuration of {model!r}: {error}") from error
+
+
 def load_tokenizer(model: str) -> Any:
     """Load the tokenizer alone, from wherever `load_model` takes it. Raises ModelError."""
     path = _bundled_gguf() if model == BUNDLED_MODEL else Path(model)
