@@ -14,11 +14,14 @@ No call leaves the replica during a step: a call costs 0.5 to 2 ms, a step a few
 """
 
 # No `from __future__ import annotations`: see deployments.settings.
+from typing import Any
+
 from ray import serve
 from ray.serve import Application
 
 from deployments.admission import MAX_OPEN_REQUESTS
 from deployments.gateway import Gateway
+from deployments.ranks import ShardedTargetReplica
 from deployments.retrieval import Retrieval
 from deployments.settings import AppArgs
 from deployments.target import TargetReplica
@@ -49,6 +52,13 @@ def build_app(args: AppArgs) -> Application:
         max_ongoing_requests=256,
         ray_actor_options=_NO_CPU,
     )(Valuation).bind(retrieval if args.retrieval else None)
+    num_gpus = 1 if args.device == "cuda" else 0
+    ranks: dict[str, Any] = {}
+    if args.tensor_parallel_size > 1:
+        # They come and go together, and on one node: they talk in every layer.
+        bundle = {"CPU": 1, "GPU": 1} if num_gpus else {"CPU": 1}
+        ranks["placement_group_bundles"] = [bundle] * args.tensor_parallel_size
+        ranks["placement_group_strategy"] = "STRICT_PACK"
     target = serve.deployment(
         name="Target",
         num_replicas=args.num_replicas,
@@ -57,14 +67,17 @@ def build_app(args: AppArgs) -> Application:
         # queue refuses is Serve's BackPressureError, which deployments.port turns into ours.
         max_ongoing_requests=capacity + 16,
         max_queued_requests=capacity,
-        ray_actor_options={"num_cpus": 1, "num_gpus": 1 if args.device == "cuda" else 0},
+        ray_actor_options={"num_cpus": 1, "num_gpus": num_gpus},
+        **ranks,
         request_router_config={
             "request_router_class": "deployments.routing:AffinityRouter",
             "request_router_kwargs": {"places": args.max_batch_size},
         },
         health_check_period_s=5,
         graceful_shutdown_timeout_s=_LEAVE_S,
-    )(TargetReplica).bind(args, retrieval if args.retrieval else None, valuation)
+    )(ShardedTargetReplica if ranks else TargetReplica).bind(
+        args, retrieval if args.retrieval else None, valuation
+    )
     app: Application = serve.deployment(
         name="Gateway",
         # Admission refuses far below this, and the proxy's queue has no limit: a refusal of the

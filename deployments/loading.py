@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from deployments.engine_loop import SteppableEngine
 from deployments.messages import Message
@@ -15,6 +15,11 @@ from valuspec.cost import LiveCosts
 from valuspec.engine.types import GenerationRequest, SamplingParams
 from valuspec.thresholds import ThresholdSet
 from valuspec.tree import DraftTree
+
+if TYPE_CHECKING:
+    from valuspec.engine.mirror import Leader
+    from valuspec.engine.ranks import RankGroup
+    from valuspec.engine.target import Target as ValuSpecTarget
 
 
 class Target(Protocol):
@@ -54,21 +59,50 @@ class Engine(SteppableEngine, Protocol):
     def remember(self, trees: Iterable[tuple[str, DraftTree]]) -> None: ...
 
 
-def load_engine(args: AppArgs) -> tuple[Target, Engine]:
-    """Load the target model and an engine around it. Takes seconds to minutes."""
+def check_split(args: AppArgs) -> None:
+    """Raise ModelError if the model cannot be split as asked; reads its configuration alone."""
+    from valuspec.engine import shards
+    from valuspec.engine.weights import load_config
+
+    shards.check_split(load_config(args.model), args.tensor_parallel_size)
+
+
+def load_target(
+    args: AppArgs, *, group: RankGroup | None = None, leader: Leader | None = None
+) -> ValuSpecTarget:
+    """Load the target model, or one rank's shard of it, for this process's threads."""
     # Imported here: the graph is also built where no torch is needed.
     import torch
 
+    from valuspec.engine.target import Target
+
+    # Ray gives an actor OMP_NUM_THREADS=1 unless it reserves CPUs.
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(args.num_threads or max(1, cores // args.tensor_parallel_size))
+    return Target.load(
+        args.model,
+        dtype=args.dtype,
+        device=args.device,
+        exact=args.exact and (group is None or group.rank == 0),  # which probes for all
+        group=group,
+        leader=leader,
+    )
+
+
+def load_engine(
+    args: AppArgs, *, group: RankGroup | None = None, leader: Leader | None = None
+) -> tuple[Target, Engine]:
+    """Load the target model and an engine around it. Takes seconds to minutes.
+
+    group, leader: where this process is rank 0 of several
+    """
     from valuspec.drafting.drafter import Drafter
     from valuspec.eagle3.loading import SHIPPED_HEAD
     from valuspec.engine.cost_cache import live_costs
     from valuspec.engine.engine import Engine as ValuSpecEngine
     from valuspec.engine.head_source import HeadChoice
-    from valuspec.engine.target import Target as ValuSpecTarget
 
-    # Ray gives an actor OMP_NUM_THREADS=1 unless it reserves CPUs.
-    torch.set_num_threads(args.num_threads or len(os.sched_getaffinity(0)))
-    target = ValuSpecTarget.load(args.model, dtype=args.dtype, device=args.device, exact=args.exact)
+    target = load_target(args, group=group, leader=leader)
     thresholds = ThresholdSet.starting(target.model_fingerprint)
     head = None
     if args.draft != "retrieval":

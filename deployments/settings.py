@@ -28,8 +28,12 @@ class AppArgs(BaseModel):
     exact: bool = True
     """Use only arithmetic that gives a row the same bits in any batch; False is faster."""
     num_replicas: int = Field(default=1, ge=1, le=256)
+    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Ranks of a target replica, which share its weights, its cache and each forward: one GPU each
+    of one node, or processes on a CPU."""
     num_threads: int | None = Field(default=None, ge=1)
-    """Threads of one target replica; every core the process may use when absent."""
+    """Threads of one rank of a target replica; its share of every core the process may use when
+    absent."""
 
     max_batch_size: int = Field(default=8, ge=1, le=256)
     kv_cache_tokens: int | None = Field(default=None, ge=256)

@@ -26,6 +26,7 @@ from deployments.auth import ApiKeys
 from deployments.exposure import ExposedError, check_exposure
 from deployments.settings import AppArgs
 from retrieval.locations import cache_folder
+from valuspec.errors import ModelError
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -61,6 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--served-model-name", help="model id that clients send")
     parser.add_argument("--dtype", default=defaults.dtype, help="(%(default)s)")
     parser.add_argument("--device", default=defaults.device, help="cpu or cuda (%(default)s)")
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=defaults.tensor_parallel_size,
+        metavar="N",
+        help="split the model among N GPUs, or N processes on a CPU (%(default)s)",
+    )
     parser.add_argument(
         "--max-batch-size",
         type=int,
@@ -130,6 +138,7 @@ def run(options: argparse.Namespace) -> int:
             served_model_name=options.served_model_name,
             dtype=options.dtype,
             device=options.device,
+            tensor_parallel_size=options.tensor_parallel_size,
             exact=not options.fast,
             max_batch_size=options.max_batch_size,
             max_waiting=options.max_waiting,
@@ -150,9 +159,10 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"--drain-timeout {options.drain_timeout} is not a number of seconds")
         check_exposure(options.host, keys, insecure=options.insecure)
         _check_port(options.host, options.port)
+        _check_ranks(args)
         if args.retrieval and (url := os.environ.get("REDIS_URL")):
             asyncio.run(_check_store(url))
-    except (ValueError, OSError, ExposedError) as error:
+    except (ValueError, OSError, ExposedError, ModelError) as error:
         print(f"valuspec serve: {error}", file=sys.stderr)
         return 2
     try:
@@ -249,6 +259,26 @@ async def _check_store(url: str) -> None:
         print(f"valuspec serve: {text}", file=sys.stderr)
     finally:
         await documents.aclose()
+
+
+def _check_ranks(args: AppArgs) -> None:
+    """Raise ModelError if the model cannot be split as asked, or there is no device for a rank."""
+    num_ranks = args.tensor_parallel_size
+    if num_ranks == 1:
+        return
+    from deployments.loading import check_split
+
+    if args.device == "cuda":
+        from torch.cuda import device_count
+
+        num_devices, what = device_count(), "GPUs"
+    else:
+        num_devices, what = os.cpu_count() or 1, "CPU cores"
+    if num_ranks > num_devices:
+        raise ModelError(
+            f"--tensor-parallel-size {num_ranks} needs {num_ranks} {what}; there are {num_devices}"
+        )
+    check_split(args)
 
 
 def _check_port(host: str, port: int) -> None:
