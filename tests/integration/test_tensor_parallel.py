@@ -49,13 +49,13 @@ def client(marker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ht
         ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
         serve.start(http_options={"host": "127.0.0.1", "port": PORT})
         serve.run(build_app(args), name="valuspec")
-        with httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=120) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=600) as client:
             yield client
         serve.shutdown()
         ray.shutdown()
 
 
-def wait_for(what: str, holds: Callable[[], bool], timeout_s: float = 120) -> None:
+def wait_for(what: str, holds: Callable[[], bool], timeout_s: float = 600) -> None:
     """Polls, because nothing outside the app can be told."""
     started = time.monotonic()
     while not holds():
@@ -109,6 +109,7 @@ def stream(client: httpx.Client, at_first: Callable[[], None], **fields: Any) ->
     return text
 
 
+@pytest.mark.fault(18)
 def test_a_killed_rank_ends_its_replica_and_the_stream_goes_on_with_another(client, marker) -> None:
     long = {"max_tokens": 400, "speculative": {"enabled": False}}
     whole = complete(client, **long)["choices"][0]["text"]
@@ -121,6 +122,8 @@ def test_a_killed_rank_ends_its_replica_and_the_stream_goes_on_with_another(clie
     assert complete(client, **long)["choices"][0]["text"] == whole
 
 
+@pytest.mark.slow
+@pytest.mark.fault(23)
 def test_an_idle_replica_notices_a_dead_rank(client, marker) -> None:
     expected = token_ids(complete(client))
     before = processes(marker)
@@ -131,6 +134,7 @@ def test_an_idle_replica_notices_a_dead_rank(client, marker) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.fault(23)
 def test_a_stopped_rank_is_noticed_and_its_stream_goes_on(client, marker) -> None:
     long = {"max_tokens": 400, "speculative": {"enabled": False}}
     whole = complete(client, **long)["choices"][0]["text"]

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from deployments.cli import COMMANDS, main
+from tests.support.tiny_models import tiny_model
 
 
 def test_help_lists_the_commands(capsys) -> None:
@@ -39,6 +40,27 @@ def test_serve_refuses_a_taken_port_and_bad_values_before_starting_anything(caps
     assert f"127.0.0.1:{port}" in capsys.readouterr().err
     assert main(["serve", "--max-batch-size", "0"]) == 2
     assert "max_batch_size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("family", "num_ranks", "message"),
+    [
+        ("llama", 3, "4 attention heads cannot be split among 3 ranks"),
+        ("gpt2", 2, "a gpt2 model cannot be split"),
+        ("llama", 16, "--tensor-parallel-size 16 needs 16 CPU cores; there are 8"),
+        ("llama", 65, "tensor_parallel_size"),
+    ],
+)
+def test_serve_refuses_what_cannot_be_split_before_loading_anything(
+    family, num_ranks, message, capsys, monkeypatch, tmp_path
+) -> None:
+    tiny_model(family).config.save_pretrained(tmp_path)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = ["--model", str(tmp_path), "--port", str(port)]
+    assert main(["serve", *options, "--tensor-parallel-size", str(num_ranks)]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """The shipped cluster, Serve and Kubernetes files, against the schemas of what reads them."""
 
+import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,15 +38,17 @@ def serve_config(path: Path) -> ServeDeploySchema:
     return ServeDeploySchema.model_validate(load(path))
 
 
-def deployments_of(path: Path) -> dict[str, dict[str, Any]]:
-    """Options of each deployment: those of the builder, overridden by the file."""
-    (application,) = serve_config(path).applications
+def deployments_of(config: ServeDeploySchema) -> dict[str, dict[str, Any]]:
+    """Options of each deployment: those of the builder, overridden by the configuration."""
+    (application,) = config.applications
     todo = [build_app(AppArgs(**application.args))._bound_deployment]
     options: dict[str, dict[str, Any]] = {}
     while todo:
         deployment = todo.pop()
         options[deployment.name] = {
             "ray_actor_options": deployment.ray_actor_options,
+            "placement_group_bundles": deployment._replica_config.placement_group_bundles,
+            "placement_group_strategy": deployment._replica_config.placement_group_strategy,
             **deployment._deployment_config.model_dump(),
         }
         for argument in deployment.init_args:
@@ -57,6 +61,9 @@ def deployments_of(path: Path) -> dict[str, dict[str, Any]]:
 
 def demand(options: Mapping[str, Any]) -> dict[str, float]:
     """What one replica takes of a node."""
+    if bundles := options.get("placement_group_bundles"):
+        assert options["placement_group_strategy"] == "STRICT_PACK"
+        return dict(sum(map(Counter, bundles), Counter()))
     actor = options["ray_actor_options"]
     return {
         "CPU": actor.get("num_cpus") or 0,
@@ -144,16 +151,17 @@ def test_the_cluster_files_do_the_same_on_their_nodes(path) -> None:
 
 @pytest.mark.parametrize("path", SERVE_FILES, ids=lambda path: path.name)
 def test_serve_and_our_settings_accept_the_serve_file(path) -> None:
-    (application,) = serve_config(path).applications
+    config = serve_config(path)
+    (application,) = config.applications
     AppArgs(**application.args)
     named = {deployment.name for deployment in application.deployments}
-    assert named <= {"Gateway", "Target", "Valuation", "Retrieval"} == deployments_of(path).keys()
+    assert named <= {"Gateway", "Target", "Valuation", "Retrieval"} == deployments_of(config).keys()
 
 
 def test_the_cluster_is_ready_for_load_and_for_going_down() -> None:
     serve, args = serve_config(FOLDER / "serve.yaml"), None
     args = AppArgs(**serve.applications[0].args)
-    options = deployments_of(FOLDER / "serve.yaml")
+    options = deployments_of(serve)
     assert serve.logging_config.encoding == "JSON"
     assert serve.http_options.request_timeout_s > args.request_timeout_s
     for name in ("Gateway", "Target"):
@@ -180,7 +188,7 @@ def test_every_replica_fits_a_node_and_all_of_them_fit_the_cluster(where) -> Non
     ]
     replicas = [
         (name, demand(options))
-        for name, options in deployments_of(FOLDER / "serve.yaml").items()
+        for name, options in deployments_of(serve_config(FOLDER / "serve.yaml")).items()
         for _ in range(greatest_number(options))
     ]
     for name, wanted in sorted(replicas, key=lambda replica: -replica[1]["CPU"]):
@@ -189,6 +197,24 @@ def test_every_replica_fits_a_node_and_all_of_them_fit_the_cluster(where) -> Non
         assert fitting, f"{name} needs {wanted}, which no node of {where} has left"
         for resource, amount in wanted.items():
             fitting[0][resource] = fitting[0].get(resource, 0) - amount
+
+
+def test_the_commented_lines_put_all_ranks_of_a_replica_on_one_node() -> None:
+    text = (FOLDER / "serve.yaml").read_text()
+    for line in ("tensor_parallel_size", "placement_group_bundles", "placement_group_strategy"):
+        assert f"# {line}: " in text
+        text = text.replace(f"# {line}: ", f"{line}: ")
+    config = ServeDeploySchema.model_validate(yaml.safe_load(text))
+    num_ranks = AppArgs(**config.applications[0].args).tensor_parallel_size
+    target = deployments_of(config)["Target"]
+    assert len(target["placement_group_bundles"]) == num_ranks == 4
+    actor = target["ray_actor_options"]
+    for bundle in target["placement_group_bundles"]:
+        assert bundle["CPU"] >= actor["num_cpus"]
+        assert bundle["GPU"] >= actor["num_gpus"]
+    # The node type that cluster.yaml names for it.
+    (node,) = re.findall(r"g6.12xlarge, resources: (.*)", CLUSTERS[0].read_text())
+    assert all(yaml.safe_load(node)[k] >= amount for k, amount in demand(target).items())
 
 
 # -- Kubernetes

@@ -26,7 +26,7 @@ from tests.support.tiny_models import FAMILIES, LEAN, tiny_model, wrap
 from valuspec.engine.engine import Engine
 from valuspec.engine.kv_cache import BLOCK, KvCache, own_blocks
 from valuspec.engine.mirror import Leader
-from valuspec.engine.probe import choose_exact_mode, probe
+from valuspec.engine.probe import ENVELOPE, choose_exact_mode, probe
 from valuspec.engine.ranks import RankGroup
 from valuspec.engine.rows import SequenceRows
 from valuspec.engine.shards import check_split, take_shard
@@ -146,6 +146,12 @@ def test_the_probe_runs_over_all_ranks(ranks, monkeypatch) -> None:
     ranks.targets[1].attention = attention
     assert found.rows_equal < found.rows_checked
     assert probe(ranks.target).exact
+
+
+def test_every_forward_has_the_width_of_rank_0(ranks, monkeypatch) -> None:
+    monkeypatch.setattr(ranks.target, "min_width", ENVELOPE)
+    forwards(ranks.target, 1)
+    assert ranks.targets[1].min_width == ENVELOPE
 
 
 def cases(target: Target) -> tuple[list[GenerationRequest], dict[str, Result]]:

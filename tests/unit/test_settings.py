@@ -1,5 +1,6 @@
 import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -59,3 +60,15 @@ def test_several_retrieval_replicas_share_a_store_or_are_refused() -> None:
     assert configured_store(AppArgs(num_retrieval_replicas=2, redis_url="redis://x")) == "redis://x"
     with pytest.raises(ValueError, match="2 retrieval replicas need one store"):
         configured_store(AppArgs(num_retrieval_replicas=2))
+
+
+def test_ranks_have_a_bundle_each_on_one_node() -> None:
+    def replica(**args: Any) -> Any:
+        gateway = build_app(AppArgs(**args))._bound_deployment
+        return gateway.init_args[1]._bound_deployment._replica_config
+
+    assert replica().placement_group_bundles is None
+    split = replica(device="cuda", tensor_parallel_size=4)
+    assert split.placement_group_bundles == [{"CPU": 1, "GPU": 1}] * 4
+    assert split.placement_group_strategy == "STRICT_PACK"
+    assert replica(tensor_parallel_size=2).placement_group_bundles == [{"CPU": 1}] * 2
