@@ -10,7 +10,8 @@
 
 Beside all requests, target replicas and valuation poll retrieval for published threshold sets.
 
-No call leaves the replica during a step: a call costs 0.5 to 2 ms, a step a few.
+No call leaves the replica during a step: a call costs 0.5 to 2 ms, a step a few. With
+tensor_parallel_size, a replica is several processes that compute each step together (ranks.py).
 """
 
 # No `from __future__ import annotations`: see deployments.settings.

@@ -170,6 +170,8 @@ def _join(args: AppArgs, folder: Path, rank: int) -> Any:
 
     from valuspec.engine.ranks import RankGroup
 
+    # NCCL finds its peers over a socket: nobody else need reach it.
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     # Ray shows each rank its own GPU alone.
     device = torch.device(args.device)
     return RankGroup(folder / "meeting", rank, args.tensor_parallel_size, device)

@@ -12,6 +12,7 @@ from deployments.loading import load_engine
 from deployments.settings import AppArgs
 from tests.support.eagle_heads import random_head, slow_log_p
 from tests.support.engines import engine_of, plain, random_prompt, request, run
+from tests.support.rank_threads import ranks_of
 from tests.support.tiny_models import VOCAB, byte_tokenizer, tiny_model, tiny_target, wrap
 from valuspec.cost import LiveCosts
 from valuspec.drafting.drafter import Drafter
@@ -64,6 +65,17 @@ def test_output_is_that_of_plain_decoding(target, draft) -> None:
     for r in [*asked, *sampled]:
         assert results[r.request_id].visible == plain(target, r).visible
     assert sum(r.stats.num_draft_tokens for r in results.values()) > 0
+
+
+def test_a_head_beside_rank_0_of_two() -> None:
+    """It drafts there alone, from features that every rank has summed."""
+    asked = request("r", random_prompt(1, 45), max_tokens=20, ignore_eos=True)
+    with ranks_of(tiny_model("llama", **LAYERS)) as two:
+        engine = engine_with(two.target, "eagle3", max_batch_size=1)
+        result = run(engine, [asked])["r"]
+        assert result.visible == plain(two.target, asked).visible
+    assert engine.counters["draft_errors"] == 0
+    assert result.stats.num_draft_tokens > 0
 
 
 def test_requests_that_give_way_and_come_back(target) -> None:

@@ -59,14 +59,15 @@ class RankGroup:
         self._backend = kind(store, rank, size, options)
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
-        """Sum of all ranks' partial results, of one shape; the same bits on every rank.
+        """Sum of all ranks' partial results [num_rows, size]; the same bits on every rank.
 
         Added in fp32 and rounded once. Raises RuntimeError when a rank is lost.
         """
-        parts = partial.new_empty((self.size, *partial.shape))
-        self._backend.allgather([list(parts)], [partial.contiguous()]).wait()
-        total = parts[0].float()
-        for part in parts[1:]:
+        gathered = partial.new_empty((self.size * len(partial), partial.shape[1]))
+        self._backend._allgather_base(gathered, partial.contiguous()).wait()
+        first, *others = gathered.chunk(self.size)
+        total = first.float()
+        for part in others:
             total += part
         return total.to(partial.dtype)
 
