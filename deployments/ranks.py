@@ -80,7 +80,6 @@ class Ranks:
                 f"tensor_parallel_size is {args.tensor_parallel_size}: the Target deployment's "
                 "placement_group_bundles must have as many bundles, one for each rank"
             )
-        self._args = args
         self._folder = tempfile.TemporaryDirectory(prefix="valuspec-ranks-")
         self._key = secrets.token_bytes(32)
         folder = Path(self._folder.name)
@@ -88,7 +87,7 @@ class Ranks:
         self._actors: list[Any] = [
             ray.remote(Rank)
             .options(
-                num_cpus=1,
+                num_cpus=0,  # the bundle reserves them
                 num_gpus=int(args.device == "cuda"),
                 max_concurrency=2,  # answers `check` while it follows
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
@@ -126,7 +125,9 @@ class Ranks:
         try:
             async with asyncio.timeout(HUNG_AFTER_S):
                 await asyncio.gather(*(actor.check.remote() for actor in self._actors))
-        except (TimeoutError, ray.exceptions.RayError) as error:
+        except TimeoutError:
+            raise RankLostError(f"a rank has not answered for {HUNG_AFTER_S:g} s") from None
+        except ray.exceptions.RayError as error:
             raise RankLostError(f"a rank of this replica is lost: {error!r}") from error
 
     def close(self) -> None:

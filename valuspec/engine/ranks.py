@@ -16,8 +16,9 @@ import torch.distributed
 
 #: Its type stubs miss or misname much of what is used here.
 _distributed: Any = torch.distributed
-#: Greatest wait for another rank inside a forward; a rank that takes longer is lost.
-TIMEOUT_S = 60.0
+#: Greatest wait for another rank inside a forward; a rank that takes longer is lost. In its first
+#: forward a rank compiles.
+TIMEOUT_S = 120.0
 
 
 class RankGroup:
