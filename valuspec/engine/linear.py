@@ -38,6 +38,6 @@ def _can_pack(weight: torch.Tensor) -> bool:
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16
-        and len(weight) > 0
+        and len(weight) > 0  # a rank without logits has an empty head
         and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
