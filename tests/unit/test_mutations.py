@@ -24,11 +24,11 @@ from bench.common import Prompt
 from bench.identity import IdentityCheck
 from tests.support import engines
 from tests.support.tiny_models import EOS, tiny_model, tiny_target, wrap
+from valuspec.engine import block_pool, path_kernels, two_zone
 from valuspec.engine import engine as engine_module
-from valuspec.engine import path_kernels, two_zone
-from valuspec.engine import sequence as sequence_module
 from valuspec.engine import target as target_module
 from valuspec.engine.attention import Attention
+from valuspec.engine.block_pool import BlockPool
 from valuspec.engine.engine import Engine
 from valuspec.engine.kv_cache import BLOCK, KvCache
 from valuspec.engine.path_attention import PathAttention
@@ -221,8 +221,12 @@ MUTATIONS = [
     Mutation("only keys moved", KvCache, "move", "values.index_copy_(", "(lambda *_: None)("),
     Mutation("only values moved", KvCache, "move", "keys.index_copy_(", "(lambda *_: None)("),
     # ---- the batch
-    Mutation("a key that forgets what came before", sequence_module, "next_key",
+    Mutation("a key that forgets what came before", block_pool, "next_key",
              "key + np", "np", sharing),
+    Mutation("a copied beginning that is too long", BlockPool, "continuation",
+             "same.argmin()", "len(same) - 1", sharing),
+    Mutation("a beginning copied from the wrong block", Engine, "_copy",
+             "copy.source * BLOCK + within", "copy.target * BLOCK + within", sharing),
     Mutation("a table that is not written", Places, "grow",
              "self.tables[sequence.place, : len(sequence.blocks)]", "_"),
     TwoZoneMutation("results of batch mates swapped", two_zone, "_build_group",

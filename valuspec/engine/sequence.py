@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from valuspec.drafting.drafter import DraftSession
-from valuspec.engine.block_pool import Key, next_key, root_key
+from valuspec.engine import block_pool
+from valuspec.engine.block_pool import Key, root_key
 from valuspec.engine.kv_cache import BLOCK, Int64Array
 from valuspec.engine.text import TextStream
 from valuspec.engine.types import FinishReason, GenerationRequest, RequestStats, StepOutput
@@ -73,7 +74,7 @@ class Sequence:
         """Keys of the full blocks of the context."""
         while (end := (len(self.keys) + 1) * BLOCK) <= self.context:
             before = self.keys[-1] if self.keys else root_key(self.request.namespace)
-            self.keys.append(next_key(before, self.tokens(end - BLOCK, end)))
+            self.keys.append(block_pool.next_key(before, self.tokens(end - BLOCK, end)))
         return self.keys
 
     def key_before(self, index: int) -> Key:
