@@ -109,6 +109,7 @@ def stream(client: httpx.Client, at_first: Callable[[], None], **fields: Any) ->
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.fault(18)
 def test_a_killed_rank_ends_its_replica_and_the_stream_goes_on_with_another(client, marker) -> None:
     long = {"max_tokens": 400, "speculative": {"enabled": False}}
