@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from deployments.auth import ApiKeys
 from deployments.exposure import ExposedError, check_exposure
+from deployments.preflight import check_port, check_ranks, check_store
 from deployments.settings import AppArgs
 from retrieval.locations import cache_folder
 from valuspec.errors import ModelError
@@ -158,10 +158,10 @@ def run(options: argparse.Namespace) -> int:
         if not options.drain_timeout >= 0:  # nor NaN
             raise ValueError(f"--drain-timeout {options.drain_timeout} is not a number of seconds")
         check_exposure(options.host, keys, insecure=options.insecure)
-        _check_port(options.host, options.port)
-        _check_ranks(args)
+        check_port(options.host, options.port)
+        check_ranks(args)
         if args.retrieval and (url := os.environ.get("REDIS_URL")):
-            asyncio.run(_check_store(url))
+            asyncio.run(check_store(url))
     except (ValueError, OSError, ExposedError, ModelError) as error:
         print(f"valuspec serve: {error}", file=sys.stderr)
         return 2
@@ -244,51 +244,3 @@ curl {url}/v1/chat/completions -H 'content-type: application/json' \\
   -d '{{"model": "{args.model_name}", "temperature": 0,
        "messages": [{{"role": "user", "content": "What is a draft tree?"}}]}}'
 """
-
-
-async def _check_store(url: str) -> None:
-    """Say here, not only in a replica's log, that the store refuses us; it is no reason to stop."""
-    from retrieval.redis_documents import RedisDocuments
-    from retrieval.store import StoreError, refusal
-
-    documents = RedisDocuments(url)
-    try:
-        await documents.ping()
-    except StoreError as error:
-        text = refusal(error) if error.kind == "auth" else f"the store at REDIS_URL: {error}"
-        print(f"valuspec serve: {text}", file=sys.stderr)
-    finally:
-        await documents.aclose()
-
-
-def _check_ranks(args: AppArgs) -> None:
-    """Raise ModelError if the model cannot be split as asked, or there is no device for a rank."""
-    num_ranks = args.tensor_parallel_size
-    if num_ranks == 1:
-        return
-    from deployments.loading import check_split
-
-    if args.device == "cuda":
-        from torch.cuda import device_count
-
-        num_devices, what = device_count(), "GPUs"
-    else:
-        num_devices, what = os.cpu_count() or 1, "CPU cores"
-    if num_ranks > num_devices:
-        raise ModelError(
-            f"--tensor-parallel-size {num_ranks} needs {num_ranks} {what}; there are {num_devices}"
-        )
-    check_split(args)
-
-
-def _check_port(host: str, port: int) -> None:
-    """Raise OSError if the port is taken, before anything is started."""
-    family = socket.getaddrinfo(host, port)[0][0]
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise OSError(
-                f"cannot listen on {host}:{port} ({error.strerror}); try --port"
-            ) from None

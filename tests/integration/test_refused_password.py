@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from redis import Redis
 
-from deployments.commands.serve import _check_store
+from deployments.preflight import check_store
 from deployments.publishing import ReplicaReport
 from deployments.retrieval import Retrieval
 from deployments.settings import AppArgs
@@ -87,7 +87,7 @@ def test_the_command_says_it_before_it_starts(
 ) -> None:
     with admin(valkey) as client:
         client.config_set("requirepass", "secret")
-        asyncio.run(_check_store(url(valkey, password)))
+        asyncio.run(check_store(url(valkey, password)))
         client.config_set("requirepass", "")
     said = capsys.readouterr().err
     assert says in said
