@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import uuid
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -72,7 +73,11 @@ class Inbox:
 
     def _read_from(self, replica: ReplicaName) -> None:
         if replica not in self._readers:
-            self._readers[replica] = asyncio.create_task(self._read(replica))
+            # In a context of its own: Serve cancels with a request all that was called in its
+            # context, and this serves the others too.
+            self._readers[replica] = asyncio.create_task(
+                self._read(replica), context=contextvars.Context()
+            )
 
     async def _read(self, replica: ReplicaName) -> None:
         """Hand out a replica's replies for as long as it has calls of this gateway."""
@@ -83,7 +88,7 @@ class Inbox:
                 for key, reply in batch:
                     if key in self._calls:
                         self._calls[key].put(reply)
-        except Exception:  # noqa: BLE001 - whatever it was, replies may be missing
+        except (Exception, asyncio.CancelledError):  # noqa: BLE001 - replies may be missing
             failed = True
         del self._readers[replica]
         waiting = [c for c in self._calls.values() if c.replica == replica and not c.ended]

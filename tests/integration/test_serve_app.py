@@ -126,6 +126,27 @@ def test_the_second_time_takes_fewer_steps_for_the_same_tokens(client) -> None:
     assert second["metrics"]["valuspec"]["num_retrieved_nodes_kept"] > 0
 
 
+def test_a_client_that_leaves_disturbs_nobody(client) -> None:
+    """Not those who came beside it, nor those who come after it."""
+    body = {"messages": QUESTION, "max_tokens": 48, "temperature": 0, "stream": True}
+    whole = chat(client)
+    beside = client.build_request(
+        "POST", "/v1/chat/completions", json=body | {"return_token_ids": True}
+    )
+    for _ in range(2):
+        long = body | {"max_tokens": 1000, "ignore_eos": True}
+        with client.stream("POST", "/v1/chat/completions", json=long) as leaving:
+            next(leaving.iter_lines())
+            response = client.send(beside, stream=True)
+            lines = response.iter_lines()
+            first = next(lines)
+        events = [line for line in [first, *lines] if line.startswith("data: {")]
+        response.close()
+        ids = [i for e in events for c in json.loads(e[6:])["choices"] for i in c["token_ids"]]
+        assert ids == token_ids(whole)
+        assert token_ids(chat(client)) == token_ids(whole)
+
+
 def test_sampling_with_a_seed_is_identical_too(client) -> None:
     sampled = {"temperature": 0.8, "seed": 11, "top_p": 0.95}
     plain = chat(client, speculative=PLAIN, **sampled)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
@@ -44,14 +45,14 @@ class Stream:
             reply = await self._queue.get()
             if isinstance(reply, StopAsyncIteration):
                 return
-            if isinstance(reply, Exception):
+            if isinstance(reply, BaseException):
                 raise reply
             yield reply
 
     def cancel(self) -> None:
         self._task.cancel()
 
-    def break_off(self, error: Exception) -> None:
+    def break_off(self, error: BaseException) -> None:
         self._task.cancel()
         self._queue.put_nowait(error)
 
@@ -116,7 +117,8 @@ def test_a_step_is_one_message_and_every_call_gets_its_own(handle, engine) -> No
         inbox = Inbox(handle)
         engine.gate.clear()
         asked = [asyncio.create_task(text(inbox.generate(call(p)))) for p in ("ab", "xyz", "q")]
-        await eventually(lambda: engine.num_running == 3)
+        commands = handle.replica._loop._commands
+        await eventually(lambda: engine.num_running + commands.qsize() == 3)
         engine.gate.set()
         return await asyncio.gather(*asked)
 
@@ -167,21 +169,54 @@ def test_closing_a_call_cancels_it_and_no_other(handle, engine) -> None:
     assert handle.replica._num_unfinished == 0
 
 
-@pytest.mark.parametrize("stream", ["begin", "replies"])
-def test_a_broken_stream_is_a_lost_replica(handle, engine, stream: str) -> None:
+@pytest.mark.parametrize(
+    ("stream", "error"),
+    [
+        ("begin", ReplicaLostError()),
+        ("replies", OSError()),
+        ("replies", asyncio.CancelledError()),
+    ],
+)
+def test_a_broken_stream_is_a_lost_replica(
+    handle, engine, stream: str, error: BaseException
+) -> None:
+    """And the next call does not miss it."""
+
     async def run() -> None:
         inbox = Inbox(handle)
         engine.hold_after_step = 1
         replies = inbox.generate(call("ab", max_tokens=100))
         await anext(replies)
-        handle.streams[stream][0].break_off(ReplicaLostError())
+        handle.streams[stream][0].break_off(error)
         try:
             with pytest.raises(ReplicaLostError):
                 await anext(replies)
         finally:
             engine.gate.set()
+        assert await asyncio.wait_for(text(inbox.generate(call("xy"))), 30) == "xyxyxyxy"
 
     asyncio.run(run())
+
+
+def test_replies_do_not_belong_to_the_request_that_first_wanted_them(handle) -> None:
+    """Serve ends with a request what was called in its context."""
+    request = contextvars.ContextVar("request", default="nobody's")
+    seen = []
+
+    async def run() -> None:
+        inbox = Inbox(handle)
+        replies = handle.replica.replies
+
+        def noted(*args: Any) -> Any:
+            seen.append(request.get())
+            return replies(*args)
+
+        handle.replica.replies = noted
+        request.set("this one's")
+        await text(inbox.generate(call("ab")))
+
+    asyncio.run(run())
+    assert seen == ["nobody's"]
 
 
 def test_replies_of_another_replica_are_a_lost_replica(handle, engine) -> None:
