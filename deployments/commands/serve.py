@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from valuspec.errors import ModelError
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
+    from ray.serve.schema import ApplicationStatusOverview
 
 EXAMPLE = """example:
   valuspec serve
@@ -198,6 +200,8 @@ def _serve(args: AppArgs, host: str, port: int, *, drain_timeout_s: float) -> in
             app = serve.run(build_app(args), name=_APP_NAME)
         except (RuntimeError, RayServeException) as error:
             print(f"valuspec serve: the app did not start: {error}", file=sys.stderr)
+            for reason in _reasons(serve.status().applications[_APP_NAME]):
+                print(f"valuspec serve: {reason}", file=sys.stderr)
             return 1
         print(_greeting(args, host, port), flush=True)
         with contextlib.suppress(KeyboardInterrupt):
@@ -234,6 +238,14 @@ async def _stop(app: DeploymentHandle[Any], timeout_s: float) -> None:
     # What the gateways have sent is still to be passed on by the proxies, which stop first.
     await asyncio.sleep(_PROXY_S)
     await serve.shutdown_async()  # type: ignore[no-untyped-call]
+
+
+def _reasons(app: ApplicationStatusOverview) -> Iterator[str]:
+    """What each deployment that did not start failed of, without the way there."""
+    for name, deployment in app.deployments.items():
+        lines = deployment.message.strip().splitlines()
+        if lines and deployment.status.value != "HEALTHY":
+            yield f"{name}: {lines[-1].strip()}"
 
 
 def _greeting(args: AppArgs, host: str, port: int) -> str:
