@@ -200,8 +200,9 @@ def _serve(args: AppArgs, host: str, port: int, *, drain_timeout_s: float) -> in
             app = serve.run(build_app(args), name=_APP_NAME)
         except (RuntimeError, RayServeException) as error:
             print(f"valuspec serve: the app did not start: {error}", file=sys.stderr)
-            for reason in _reasons(serve.status().applications[_APP_NAME]):
-                print(f"valuspec serve: {reason}", file=sys.stderr)
+            if (failed := serve.status().applications.get(_APP_NAME)) is not None:
+                for reason in _reasons(failed):
+                    print(f"valuspec serve: {reason}", file=sys.stderr)
             return 1
         print(_greeting(args, host, port), flush=True)
         with contextlib.suppress(KeyboardInterrupt):

@@ -82,6 +82,28 @@ def test_a_beginning_that_fills_no_block_is_copied(target: Target, length: int) 
         assert results[r.request_id].visible == plain(target, r).visible
 
 
+def test_a_copy_that_fails_leaves_nothing_behind(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No block, and no tokens that others would take for computed ones."""
+    beginning = engines.random_prompt(22, BLOCK - 20)
+    first, second, third = (request(str(i), (*beginning, i, i), **OUTPUT) for i in range(3))
+    engine = engine_of(target, max_batch_size=1)
+    run(engine, [first])
+
+    def fails(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(engine._cache, "move", fails)
+        engine.add(second)
+        with pytest.raises(MemoryError):
+            engine.step()
+    engine.cancel("1")
+    assert engine.pool.num_available == engine.pool.num_blocks
+    assert run(engine, [third])["2"].visible == plain(target, third).visible
+
+
 def test_tenants_share_nothing(target: Target) -> None:
     prompt = engines.random_prompt(4, 2 * BLOCK + 5)
     engine = engine_of(target, max_batch_size=1)

@@ -218,9 +218,12 @@ class Engine:
 
     def _admit(self, sequence: Sequence) -> None:
         request = sequence.request
-        if (copy := self._places.take(sequence)) is not None:
-            self._copy(copy)
+        copy = self._places.take(sequence)
         self._running.append(sequence)
+        if copy is not None:
+            self._copy(copy)
+            # Only now: what counts as committed is shared when the sequence goes, however it goes.
+            sequence.committed += copy.num_tokens
         if sequence.session is None:
             sequence.stats.num_cached_tokens = min(sequence.committed, len(request.prompt_ids))
             sequence.admit(self.thresholds, self.target.eos_token_ids)

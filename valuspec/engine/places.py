@@ -58,8 +58,8 @@ class Places:
     def take(self, sequence: Sequence) -> BlockCopy | None:
         """Give a sequence a place and blocks for its context, those it can share to begin with.
 
-        What it has in common with a kept block behind these is to be copied before anything else
-        is done with the cache.
+        What it has in common with a kept block behind these is to be copied, and committed, before
+        anything else is done with the cache.
         """
         sequence.place = self.free.pop()
         sequence.blocks = self.pool.share(self._reusable(sequence))
@@ -72,7 +72,6 @@ class Places:
         source, count = self.pool.continuation(sequence.key_before(shared), wanted)
         if count < FEWEST_COPIED:
             return None
-        sequence.committed += count
         return BlockCopy(source, sequence.blocks[shared], count)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
