@@ -11,7 +11,7 @@ import torch
 
 from deployments.settings import AppArgs
 from tests.support import engines
-from tests.support.fake_port import InProcessPort
+from tests.support.fake_port import InboxPort
 from tests.support.http_app import Connection, assert_idle, serving
 from tests.support.tiny_models import tiny_target
 from valuspec.drafting.drafter import Drafter
@@ -69,7 +69,7 @@ def test_a_thousand_requests_with_disconnects_leave_nothing_and_cross_nothing(
     engine = engines.engine_of(
         target, Drafter(), max_batch_size=ARGS.max_batch_size, kv_tokens=8 * BLOCK
     )
-    port = InProcessPort(ARGS, engine)
+    port = InboxPort(ARGS, engine)
     drafts = port.replica._drafts = SlowDrafts(answers)
     with serving(port, ARGS) as address:
         whole = asyncio.run(ask_all(address, answers))

@@ -11,7 +11,7 @@ import torch
 from bench import overload
 from deployments.settings import AppArgs
 from tests.support import engines
-from tests.support.fake_port import InProcessPort
+from tests.support.fake_port import InboxPort
 from tests.support.http_app import assert_idle, serving
 from tests.support.tiny_models import tiny_target
 
@@ -26,7 +26,7 @@ def test_what_cannot_be_served_is_refused_and_the_rest_is_served_as_ever(
     target = tiny_target("llama")
     target.tokenizer.chat_template = "{{ messages[0]['content'] }}"
     engine = engines.engine_of(target, max_batch_size=ARGS.max_batch_size)
-    port = InProcessPort(ARGS, engine)
+    port = InboxPort(ARGS, engine)
     questions = tmp_path / "questions.jsonl"
     questions.write_text("\n".join(json.dumps({"turns": [f"question {n}"]}) for n in range(9)))
     arguments = ["--requests", str(questions), "--capacity-seconds", "1", "--seconds", "2"]

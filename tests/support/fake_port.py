@@ -6,12 +6,14 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from deployments.errors import ApiError
+from deployments.inbox import Inbox
 from deployments.messages import GenerateCall, Message, ModelCard, Refusal, Reply
 from deployments.schemas import FilterRequest
 from deployments.settings import AppArgs
 from deployments.target import TargetReplica
 from deployments.valuation import Valuation
 from tests.support.fake_engine import FakeEngine, FakeTarget
+from tests.support.fake_handle import Handle
 
 
 class InProcessPort:
@@ -58,3 +60,15 @@ def _accepted(reply: Any) -> Any:
     if isinstance(reply, Refusal):
         raise ApiError.of(reply)
     return reply
+
+
+class InboxPort(InProcessPort):
+    """Replies come by way of outbox and inbox, as they do between replica and gateway. For one
+    event loop, which a gateway has too."""
+
+    def __init__(self, args: AppArgs, engine: Any = None) -> None:
+        super().__init__(args, engine)
+        self._inbox = Inbox(Handle(self.replica))
+
+    def generate(self, call: GenerateCall) -> AsyncGenerator[Reply]:
+        return self._inbox.generate(call)

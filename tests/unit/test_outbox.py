@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -17,75 +16,11 @@ from deployments.outbox import Outbox
 from deployments.settings import AppArgs
 from deployments.target import TargetReplica
 from tests.support.fake_engine import FakeEngine, FakeTarget
+from tests.support.fake_handle import Handle
 from tests.support.retrieving import eventually
 from valuspec.engine.types import SamplingParams
 
 ARGS = AppArgs(model="fake", max_batch_size=4, max_waiting=2)
-
-
-class Stream:
-    """What Serve returns of a streaming call: it runs by itself, and can be cancelled."""
-
-    def __init__(self, replies: AsyncGenerator[Any]) -> None:
-        self._replies = replies
-        self._queue: asyncio.Queue[Any] = asyncio.Queue()
-        self._task = asyncio.create_task(self._run())
-
-    async def _run(self) -> None:
-        try:
-            async with contextlib.aclosing(self._replies) as replies:
-                async for reply in replies:
-                    self._queue.put_nowait(reply)
-            self._queue.put_nowait(StopAsyncIteration())
-        except Exception as error:  # noqa: BLE001 - raised where it is read
-            self._queue.put_nowait(error)
-
-    async def __aiter__(self) -> AsyncIterator[Any]:
-        while True:
-            reply = await self._queue.get()
-            if isinstance(reply, StopAsyncIteration):
-                return
-            if isinstance(reply, BaseException):
-                raise reply
-            yield reply
-
-    def cancel(self) -> None:
-        self._task.cancel()
-
-    def break_off(self, error: BaseException) -> None:
-        self._task.cancel()
-        self._queue.put_nowait(error)
-
-
-class Handle:
-    """A deployment handle with one replica behind it."""
-
-    def __init__(self, replica: TargetReplica) -> None:
-        self.replica = replica
-        self.streams: dict[str, list[Stream]] = {"begin": [], "replies": []}
-        self.batches: list[list[str]] = []
-        """Keys of the calls, of every message."""
-
-    def options(self, *, method_name: str, stream: bool) -> Any:
-        assert stream
-        return _Method(self, method_name)
-
-    async def _noted(self, batches: AsyncGenerator[Any]) -> AsyncGenerator[Any]:
-        async with contextlib.aclosing(batches):
-            async for batch in batches:
-                self.batches.append([key for key, _ in batch])
-                yield batch
-
-
-class _Method:
-    def __init__(self, handle: Handle, name: str) -> None:
-        self._handle, self._name = handle, name
-
-    def remote(self, *args: Any) -> Stream:
-        replies = getattr(self._handle.replica, self._name)(*args)
-        stream = Stream(self._handle._noted(replies) if self._name == "replies" else replies)
-        self._handle.streams[self._name].append(stream)
-        return stream
 
 
 @pytest.fixture
