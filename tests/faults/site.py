@@ -132,17 +132,23 @@ class Site:
         system = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}
         head = {"num_cpus": 1, "_system_config": system, **_node()}
         self.cluster = _insist(lambda: Cluster(initialize_head=True, head_node_args=head))
-        self.start_worker()
         ray.init(address=self.cluster.address, log_to_driver=False)
         serve.start(
             proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": self.port}
         )
-        self.deploy()
+        # The light deployments are placed while the head is alone: a gateway that dies takes its
+        # connections along, and a test that loses the worker is after what else it takes.
+        app = serve.RunTarget(build_app(self.args), name="valuspec")
+        serve.run_many([app], wait_for_applications_running=False)
+        for deployment in ("Gateway", "Retrieval", "Valuation", "Target"):
+            wait_for(deployment, lambda name=deployment: bool(self.replicas(name)))
+        self.start_worker()
         self.client = httpx.Client(
             base_url=f"http://127.0.0.1:{self.port}",
             headers={"authorization": f"Bearer {KEYS['a']}"},
             timeout=120,
         )
+        wait_for("both replicas", self.ready)
         for _ in range(4):  # both replicas have compiled and connected what they need
             self.ask("warm", max_tokens=4)
             self.ask("up", max_tokens=4)
