@@ -75,6 +75,7 @@ def build_app(args: AppArgs) -> Application:
             "request_router_kwargs": {"places": args.max_batch_size},
         },
         health_check_period_s=5,
+        health_check_timeout_s=10,
         graceful_shutdown_timeout_s=_LEAVE_S,
     )(ShardedTargetReplica if ranks else TargetReplica).bind(
         args, retrieval if args.retrieval else None, valuation

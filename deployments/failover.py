@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from deployments.errors import ApiError
-from deployments.inbox import ReplicaLostError
+from deployments.inbox import NotTakenError, ReplicaLostError
 from deployments.messages import Delta, GenerateCall, Reply
 from deployments.port import TargetPort
 
@@ -57,6 +57,9 @@ async def generate_through_losses(
             raise ApiError(
                 504, f"Not finished within {timeout_s:g} s; a replica was lost.", code="timeout"
             ) from None
+        except NotTakenError:
+            logger.warning("request %s: no replica has taken it yet", call.request_id)
+            call = replace(call, resumed={index: tuple(ids) for index, ids in sent.items()})
         except ReplicaLostError:
             num_lost += 1
             logger.warning(

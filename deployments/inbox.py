@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import time
 import uuid
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from deployments.messages import GenerateCall, ReplicaName, Reply
+from deployments.outbox import BEAT_S
+
+#: A replica that has said nothing for so long is lost: stopped, or cut off. Its connections may
+#: stay open, and Ray takes minutes to tell.
+SILENCE_S = 5 * BEAT_S
+#: Replicas that have fallen silent get no new calls for so long, unless there is no other.
+_AVOIDED_S = 60.0
 
 
 class ReplicaLostError(Exception):
-    """The replica died while it worked on the request."""
+    """The replica died or fell silent while it worked on the request."""
+
+
+class NotTakenError(ReplicaLostError):
+    """No replica has taken the call within SILENCE_S: there is none, or it fell to a silent one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,12 +52,17 @@ class Inbox:
         self._gateway = uuid.uuid4().hex
         self._calls: dict[str, _OpenCall] = {}
         self._readers: dict[ReplicaName, asyncio.Task[None]] = {}
+        self._silent: dict[ReplicaName, float] = {}
+        """Replicas that have fallen silent, and when."""
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[Reply]:
         """Replies to `call`. Closing it cancels the request.
 
         Raises ReplicaLostError, or what Serve or the replica raised.
         """
+        now = time.monotonic()
+        self._silent = {r: at for r, at in self._silent.items() if now - at < _AVOIDED_S}
+        call = replace(call, avoided=frozenset(self._silent))
         key, opened = uuid.uuid4().hex, _OpenCall()
         self._calls[key] = opened
         begun = self._begin.remote(call, self._gateway, key)
@@ -64,12 +81,15 @@ class Inbox:
 
     async def _follow(self, stream: DeploymentResponseGenerator[Any], opened: _OpenCall) -> None:
         """Read from the replica that has taken the call; tell the call when that fails."""
+        silence = asyncio.timeout(SILENCE_S)
         try:
-            async for replica in stream:  # one; the stream then lasts as long as the call
-                opened.replica = replica
-                self._read_from(replica)
+            async with silence:
+                async for replica in stream:  # one; the stream then lasts as long as the call
+                    silence.reschedule(None)
+                    opened.replica = replica
+                    self._read_from(replica)
         except Exception as error:  # noqa: BLE001 - raised where the call is read
-            opened.put(error)
+            opened.put(NotTakenError() if silence.expired() else error)
 
     def _read_from(self, replica: ReplicaName) -> None:
         if replica not in self._readers:
@@ -81,15 +101,22 @@ class Inbox:
 
     async def _read(self, replica: ReplicaName) -> None:
         """Hand out a replica's replies for as long as it has calls of this gateway."""
-        failed = False
-        batches = self._replies.remote(replica, self._gateway)
+        failed, silence = False, asyncio.timeout(SILENCE_S)
+        batches = cast(
+            DeploymentResponseGenerator[Any], self._replies.remote(replica, self._gateway)
+        )
         try:
-            async for batch in cast(DeploymentResponseGenerator[Any], batches):
-                for key, reply in batch:
-                    if key in self._calls:
-                        self._calls[key].put(reply)
+            async with silence:
+                async for batch in batches:
+                    silence.reschedule(asyncio.get_running_loop().time() + SILENCE_S)
+                    for key, reply in batch:
+                        if key in self._calls:
+                            self._calls[key].put(reply)
         except (Exception, asyncio.CancelledError):  # noqa: BLE001 - replies may be missing
             failed = True
+        if silence.expired():
+            self._silent[replica] = time.monotonic()
+            batches.cancel()  # type: ignore[no-untyped-call]
         del self._readers[replica]
         waiting = [c for c in self._calls.values() if c.replica == replica and not c.ended]
         if failed:

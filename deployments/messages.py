@@ -15,6 +15,13 @@ Message = dict[str, str]
 """{"role": …, "content": …}"""
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaName:
+    """One target replica. A call with it as first argument goes to that replica."""
+
+    unique_id: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCall:
     """`prompts` (text or token ids) or `messages`, each continued `n` times.
@@ -35,17 +42,12 @@ class GenerateCall:
     session: str | None = None
     """Named by the client; requests of one session prefer one replica."""
     resumed: Mapping[int, tuple[int, ...]] | None = None
+    avoided: frozenset[ReplicaName] = frozenset()
+    """Replicas that no longer answer; for the router."""
 
     @property
     def num_choices(self) -> int:
         return max(len(self.prompts), 1) * self.n
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaName:
-    """One target replica. A call with it as first argument goes to that replica."""
-
-    unique_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

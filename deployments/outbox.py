@@ -13,6 +13,9 @@ from collections.abc import AsyncGenerator, Iterator
 
 from deployments.messages import Reply
 
+#: Without replies a replica still says this often that it lives.
+BEAT_S = 2.0
+
 Addressed = tuple[str, Reply | None]
 """Key of a call, and a reply to it; None when it has been answered."""
 
@@ -52,15 +55,18 @@ class Outbox:
             self._filled.set()
 
     async def batches(self) -> AsyncGenerator[list[Addressed]]:
-        """Yield what has come in, all of it at once, until no call is open."""
+        """Yield what has come in, all of it at once, until no call is open; in a silence, an empty
+        batch every BEAT_S."""
         self._num_readers += 1
         try:
             while self._num_calls or self._replies:
-                await self._filled.wait()
-                self._filled.clear()
-                batch, self._replies = self._replies, []
-                self._emptied.set()
-                if batch:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(BEAT_S):
+                        await self._filled.wait()
+                if self._num_calls or self._replies:
+                    self._filled.clear()
+                    batch, self._replies = self._replies, []
+                    self._emptied.set()
                     yield batch
         finally:
             self._num_readers -= 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
@@ -46,11 +46,14 @@ def routing_key(call: GenerateCall) -> bytes:
     return _digest("ids", call.tenant, *map(str, first[:PREFIX_IDS]))
 
 
-def preferred(key: bytes, queue_lengths: Mapping[str, int], *, places: int) -> list[str]:
+def preferred(
+    key: bytes, queue_lengths: Mapping[str, int], *, places: int, avoided: Set[str] = frozenset()
+) -> list[str]:
     """Replicas in the order to try them.
 
     queue_lengths: requests at each replica, by its id
     places:        requests a replica decodes together; below it nobody waits
+    avoided:       replicas to try when all others are full
     """
     if not queue_lengths:
         return []
@@ -59,7 +62,8 @@ def preferred(key: bytes, queue_lengths: Mapping[str, int], *, places: int) -> l
     limit = max(places, math.ceil(BALANCE * mean))
     fitting = [replica for replica in ranked if queue_lengths[replica] < limit]
     crowded = [replica for replica in ranked if queue_lengths[replica] >= limit]
-    return fitting + sorted(crowded, key=lambda replica: queue_lengths[replica])
+    order = fitting + sorted(crowded, key=lambda replica: queue_lengths[replica])
+    return sorted(order, key=lambda replica: replica in avoided)
 
 
 def _digest(*parts: str | bytes) -> bytes:
@@ -98,5 +102,6 @@ class AffinityRouter(RequestRouter):
             name: self.replica_queue_len_cache.get(replica.replica_id) or 0
             for name, replica in replicas.items()
         }
-        order = preferred(routing_key(call), lengths, places=self._places)
+        avoided = {replica.unique_id for replica in call.avoided}
+        order = preferred(routing_key(call), lengths, places=self._places, avoided=avoided)
         return [[replicas[name]] for name in order]

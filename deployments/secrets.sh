@@ -45,6 +45,7 @@ if ! test -e users.acl; then
 	# this cluster's own, and signs nothing else.
 	query='ssl_ca_certs=$HOME/secrets/ca-cert.pem&ssl_check_hostname=false'
 	cat >cluster-env <<-END
+		export RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS=1
 		export RAY_AUTH_MODE=token
 		export RAY_AUTH_TOKEN_PATH=\$HOME/secrets/ray-token
 		export VALUSPEC_API_KEYS_FILE=\$HOME/secrets/api-keys

@@ -35,6 +35,7 @@ _VARIABLES = (
     "VALUSPEC_CACHE",
     "VALUSPEC_API_KEYS",
     "RAY_REDIS_ADDRESS",
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS",
     "RAY_memory_monitor_refresh_ms",
     "RAY_agent_register_timeout_ms",
 )
@@ -125,6 +126,7 @@ class Site:
                 f"{'operator' if name == 'a' else name}:{key}" for name, key in KEYS.items()
             ),
             "RAY_REDIS_ADDRESS": f"127.0.0.1:{self.state_port}",
+            "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # as in production
             # Faults are what the tests inject; a machine full of other work is none of them.
             "RAY_memory_monitor_refresh_ms": "0",
             "RAY_agent_register_timeout_ms": "180000",

@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from deployments import failover
 from deployments.auth import ApiKeys
 from deployments.gateway import create_app
-from deployments.inbox import ReplicaLostError
+from deployments.inbox import NotTakenError, ReplicaLostError
 from deployments.messages import GenerateCall, Reply
 from deployments.settings import AppArgs
 from tests.support.fake_port import InProcessPort
@@ -100,6 +100,22 @@ def test_two_losses_in_a_row_without_a_token_are_an_error(losses: tuple[int, ...
         assert "[DONE]" not in response.text
         error = json.loads(streamed(response)[1][-1])["error"]
         assert error["message"] == "The replica was lost; try again."
+
+
+def test_a_call_that_no_replica_has_taken_is_asked_again() -> None:
+    """As often as the time allows: nothing has been lost."""
+
+    class Untaken(LosingPort):
+        async def generate(self, call: GenerateCall) -> AsyncGenerator[Reply]:
+            if len(self.calls) < 5:
+                self.calls.append(call)
+                raise NotTakenError
+            async for reply in super().generate(call):
+                yield reply
+
+    whole, port = complete(LosingPort()), Untaken()
+    assert complete(port).json()["choices"] == whole.json()["choices"]
+    assert len(port.calls) == 6
 
 
 def test_the_wait_for_another_replica_ends() -> None:

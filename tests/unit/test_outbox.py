@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from deployments.inbox import Inbox, ReplicaLostError
+from deployments import inbox as inbox_module
+from deployments import outbox as outbox_module
+from deployments.inbox import Inbox, NotTakenError, ReplicaLostError
 from deployments.messages import Delta, GenerateCall, Refusal, ReplicaName, Reply
 from deployments.outbox import Outbox
 from deployments.settings import AppArgs
@@ -131,6 +133,68 @@ def test_a_broken_stream_is_a_lost_replica(
         assert await asyncio.wait_for(text(inbox.generate(call("xy"))), 30) == "xyxyxyxy"
 
     asyncio.run(run())
+
+
+async def stopped(*_: Any) -> AsyncGenerator[Any]:
+    """A method of a replica whose process is stopped: it neither answers nor fails."""
+    await asyncio.Event().wait()
+    yield
+
+
+def test_a_silent_replica_is_a_lost_one_and_avoided(handle, monkeypatch) -> None:
+    monkeypatch.setattr(inbox_module, "SILENCE_S", 0.05)
+
+    async def run() -> list[Any]:
+        inbox = Inbox(handle)
+        begin, replies, avoided = handle.replica.begin, handle.replica.replies, []
+
+        def noted(call: GenerateCall, *args: Any) -> Any:
+            avoided.append(call.avoided)
+            return begin(call, *args)
+
+        handle.replica.begin, handle.replica.replies = noted, stopped
+        with pytest.raises(ReplicaLostError):
+            await text(inbox.generate(call("ab")))
+        handle.replica.replies = replies
+        monkeypatch.setattr(inbox_module, "SILENCE_S", 30)
+        assert await text(inbox.generate(call("xy"))) == "xyxyxyxy"
+        monkeypatch.setattr(inbox_module, "_AVOIDED_S", 0)
+        assert await text(inbox.generate(call("xy"))) == "xyxyxyxy"
+        return avoided
+
+    assert asyncio.run(run()) == [set(), {handle.replica._name}, set()]
+
+
+def test_a_call_that_no_replica_takes_is_given_back(handle, monkeypatch) -> None:
+    monkeypatch.setattr(inbox_module, "SILENCE_S", 0.05)
+
+    async def run() -> None:
+        begin, handle.replica.begin = handle.replica.begin, stopped
+        inbox = Inbox(handle)
+        with pytest.raises(NotTakenError):
+            await text(inbox.generate(call("ab")))
+        handle.replica.begin = begin
+        monkeypatch.setattr(inbox_module, "SILENCE_S", 30)
+        assert await text(inbox.generate(call("xy"))) == "xyxyxyxy"
+
+    asyncio.run(run())
+    assert handle.replica._num_unfinished == 0
+
+
+def test_a_replica_with_nothing_to_say_says_so(handle, engine, monkeypatch) -> None:
+    """A long prompt is no silence."""
+    monkeypatch.setattr(outbox_module, "BEAT_S", 0.01)
+    monkeypatch.setattr(inbox_module, "SILENCE_S", 1)
+
+    async def run() -> str:
+        inbox = Inbox(handle)
+        engine.gate.clear()
+        answer = asyncio.create_task(text(inbox.generate(call("ab"))))
+        await eventually(lambda: handle.batches.count([]) > 200)  # two seconds
+        engine.gate.set()
+        return await answer
+
+    assert asyncio.run(run()) == "abababab"
 
 
 def test_replies_do_not_belong_to_the_request_that_first_wanted_them(handle) -> None:

@@ -95,6 +95,9 @@ def test_a_busy_replica_keeps_its_requests_until_places_run_out() -> None:
     favourite, second, *_ = preferred(b"key", idle, places=8)
     assert preferred(b"key", idle | {favourite: 7}, places=8)[0] == favourite
     assert preferred(b"key", idle | {favourite: 8}, places=8)[0] == second
+    silent = preferred(b"key", idle, places=8, avoided={favourite, second})
+    assert sorted(silent[-2:]) == sorted([favourite, second])
+    assert sorted(silent) == sorted(idle)
     everywhere = dict.fromkeys(REPLICAS, 40)
     assert preferred(b"key", everywhere | {favourite: 42}, places=8)[0] == favourite
     assert preferred(b"key", everywhere | {favourite: 60}, places=8)[-1] == favourite
