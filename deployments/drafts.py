@@ -76,6 +76,7 @@ class DraftStore:
         """Draft trees for a prompt; fills in `report`. Raises nothing but CancelledError."""
         started = time.monotonic()
         trees: list[DraftTree] = []
+        report.outcome = "late"  # unless this ends before the request, which then cancels it
         try:
             # Handing the unfinished lookup to valuation spares the trees a way through here.
             found = self._lookup.remote(namespace, tuple(prompt_ids), self._k, self._deadline_s)

@@ -63,7 +63,8 @@ class Refusal:
 
 @dataclass(slots=True, kw_only=True)
 class RetrievalReport:
-    """What retrieval brought for one request. `outcome` is "off" when it was not asked."""
+    """What retrieval brought for one request. `outcome` is "off" when it was not asked,
+    and "late" when the answer was complete before it had replied."""
 
     outcome: str = "off"
     latency_s: float = 0.0

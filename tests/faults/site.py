@@ -188,12 +188,13 @@ class Site:
         raise AssertionError("no prompt of 50 reached the worker's replica")
 
     def ready(self) -> bool:
-        """Both replicas run, and the app says so."""
+        """Both replicas run, the app says so, and those they replaced are gone."""
         try:
             app = serve.status().applications["valuspec"]
             states = app.deployments["Target"].replica_states
             running = {str(getattr(k, "value", k)): n for k, n in states.items()}
-            return running == {"RUNNING": 2} and self.client.get("/health").status_code == 200
+            healthy = self.client.get("/health").status_code == 200
+            return running == {"RUNNING": 2} and healthy and len(self.replicas()) == 2
         except (httpx.HTTPError, ray.exceptions.RayError, KeyError):
             return False
 

@@ -96,6 +96,17 @@ def test_a_dead_deployment_is_an_outcome(dead) -> None:
     assert telemetry.totals() == {"valuspec_retrieval_requests_error": 1}
 
 
+def test_a_lookup_that_the_answer_did_not_wait_for_is_late() -> None:
+    async def run() -> RetrievalReport:
+        report = RetrievalReport()
+        waiting = asyncio.create_task(store(Telemetry(), hangs).lookup("ns", (1, 2), report))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        return report
+
+    assert asyncio.run(run()).outcome == "late"
+
+
 def test_a_hung_deployment_is_given_up(monkeypatch) -> None:
     monkeypatch.setattr(drafts, "PATIENCE_S", 0.01)
     trees, report = look_up(Telemetry(), hangs)
