@@ -19,6 +19,17 @@ GREEDY: dict[str, Any] = {}
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
 
 
+def tell(site: Site, what: signal.Signals) -> int:
+    """Signal the replica that is at work; returns its process id."""
+    replica = site.busy_replica()
+    replica.signal(what)
+    return replica.pid
+
+
+def gone(site: Site, pid: int) -> bool:
+    return pid not in {process.pid for process in site.replicas()}
+
+
 @pytest.mark.fault(18)
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_a_replica_killed_in_mid_stream(site: Site, oracles: Oracles, sampling: Any) -> None:
@@ -51,27 +62,21 @@ def test_a_whole_answer_survives_its_replica(site: Site, oracles: Oracles) -> No
 def test_a_stopped_replica_is_replaced_and_its_answer_goes_on(site: Site, oracles: Oracles) -> None:
     """Stopped, a process keeps its sockets: only the health check can tell."""
     site.plain("thrice", max_tokens=LONG)
+    signalled: list[int] = []
     started = time.monotonic()
-    with oracles.beside(killed=1, patience_s=400):
-        site.check_long_stream(
-            "thrice", lambda: site.busy_replica().signal(signal.SIGSTOP), **GREEDY
-        )
+    with oracles.beside(killed=1):
+        site.check_long_stream("thrice", lambda: signalled.append(tell(site, signal.SIGSTOP)))
         oracles.figure(f"its answer was whole {time.monotonic() - started:.0f} s after the stop")
+        wait_for("its replacement", lambda: gone(site, signalled[0]), 200)
 
 
 @pytest.mark.fault(19)
 def test_a_replica_asked_to_end_does_not_cut_its_answer(site: Site, oracles: Oracles) -> None:
     site.plain("four", max_tokens=LONG)
-    told: list[int] = []
-
-    def tell() -> None:
-        replica = site.busy_replica()
-        told.append(replica.pid)
-        replica.signal(signal.SIGTERM)
-
+    signalled: list[int] = []
     with oracles.beside(killed=1):
-        site.check_long_stream("four", tell)
-        wait_for("its end", lambda: told[0] not in {p.pid for p in site.replicas()})
+        site.check_long_stream("four", lambda: signalled.append(tell(site, signal.SIGTERM)))
+        wait_for("its end", lambda: gone(site, signalled[0]))
 
 
 @pytest.mark.fault(20)
