@@ -8,9 +8,9 @@ would leave a stale compiled copy behind.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
-from numba import njit
+from numba import cfunc, njit
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -18,3 +18,14 @@ F = TypeVar("F", bound=Callable[..., object])
 def kernel(function: F) -> F:
     """Compile `function` to machine code on first call; releases the GIL while it runs."""
     return cast(F, njit(cache=True, nogil=True)(function))
+
+
+class EntryPoint(Protocol):
+    """A function that C can call. Its code lives as long as this object."""
+
+    address: int
+
+
+def entry_point(signature: object, function: Callable[..., None]) -> EntryPoint:
+    """Compile `function`, which may call kernels of its file, for callers from C."""
+    return cast(EntryPoint, cfunc(signature, cache=True)(function))

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from numba import njit
+from numba import cfunc, njit
 
 from bench.adversary import hidden_truth
 from bench.common import Prompt
@@ -159,6 +159,8 @@ class Mutation:
             for name, other in list(vars(self.owner).items()):
                 if hasattr(other, "py_func"):
                     monkeypatch.setattr(self.owner, name, njit(other.py_func))
+            monkeypatch.setattr(path_kernels, "entry_point", lambda of, f: cfunc(of)(f))
+            monkeypatch.setattr(path_kernels, "entry", cache(path_kernels.entry.__wrapped__))
 
 
 TwoZoneMutation = partial(Mutation, attention=TwoZoneAttention)

@@ -21,21 +21,19 @@ takes a fraction of the time of matrix products, whose fixed costs dominate ther
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache as memoize
-from itertools import pairwise
+import ctypes
 
 import numpy as np
 import torch
 
-from valuspec.engine import path_kernels
-from valuspec.engine.bits import as_numpy
+from valuspec.engine import path_kernels, team
+from valuspec.engine.bits import aligned_zeros, as_numpy
 from valuspec.engine.kv_cache import BLOCK, KvCache
-from valuspec.engine.path_kernels import Paths, Scratch
-from valuspec.engine.rows import Rows
+from valuspec.engine.path_kernels import QUERIES, Call
+from valuspec.engine.rows import NEAR, Rows
 
-#: Keys of all rows together that are worth a thread: for fewer, waking it takes as long.
-_KEYS_PER_THREAD = 8000
+#: Keys of all rows together from which on a second thread is worth waking.
+_KEYS_FOR_TEAM = 1000
 
 
 class PathAttention:
@@ -47,23 +45,43 @@ class PathAttention:
         self._keys = as_numpy(cache.keys)
         self._values = as_numpy(cache.values)
         self._cells = cache.cells(rows.sequences, rows.slots)
-        # Later rows of a prompt have more keys: each thread gets as many keys, not rows.
-        keys_before = np.cumsum(rows.lengths)
-        num_threads = int(keys_before[-1]) // _KEYS_PER_THREAD
-        num_threads = max(1, min(torch.get_num_threads(), num_threads))
-        shares = keys_before[-1] * np.arange(1, num_threads) // num_threads
-        bounds = [0, *np.searchsorted(keys_before, shares).tolist(), rows.num_rows]
-        longest = int(rows.lengths.max())
-        self._shares = [
-            (*Scratch.allocate(cache.group_size, cache.head_size, BLOCK, longest), first, last)
-            for first, last in pairwise(bounds)
-        ]
-        self._paths: dict[int | None, Paths] = {}
+        self._paths: dict[int | None, np.ndarray] = {}
         # Rows of padding stay zero: finite, and never read.
         num_heads = cache.group_size * cache.num_kv_heads
         shape = (len(rows.token_ids), num_heads * cache.head_size)
         self._out = torch.zeros(shape, dtype=cache.dtype)
-        self._out_array = as_numpy(self._out).reshape(len(rows.token_ids), num_heads, -1)
+
+        enough = int(rows.lengths.sum()) >= _KEYS_FOR_TEAM
+        self._num_threads = torch.get_num_threads() if enough else 1
+        self._groups = _groups(rows, cache.group_size)
+        longest = int(rows.lengths.max())
+        per_head = max(QUERIES, cache.group_size)
+        floats = path_kernels.floats_of_scratch(per_head, cache.head_size, BLOCK, longest)
+        self._scratch = aligned_zeros((self._num_threads, floats), np.float32)
+        self._taken = np.zeros(2, np.int64)
+        self._near = np.ascontiguousarray(rows.near)
+        self._work = path_kernels.entry(self._keys.dtype.type)
+        self._call = Call(
+            taken=self._taken.ctypes.data,
+            out=self._out.data_ptr(),
+            tables=cache.tables.ctypes.data,
+            near=self._near.ctypes.data,
+            groups=self._groups.ctypes.data,
+            scratch=self._scratch.ctypes.data,
+            num_rows=rows.num_rows,
+            num_heads=num_heads,
+            num_kv_heads=cache.num_kv_heads,
+            head_size=cache.head_size,
+            value_size=cache.values.shape[-1],
+            num_blocks=cache.num_blocks,
+            block_size=BLOCK,
+            num_sequences=cache.tables.shape[0],
+            blocks_each=cache.tables.shape[1],
+            num_near=NEAR,
+            num_groups=len(self._groups),
+            longest=longest,
+            floats_each=floats,
+        )
 
     def attend(
         self,
@@ -74,36 +92,34 @@ class PathAttention:
         softcap: float | None = None,
     ) -> torch.Tensor:
         """See `Attention.attend`."""
-        keys, values, rows = self._keys[layer], self._values[layer], as_numpy(qkv)
-        path_kernels.store(rows, keys, values, self._cells)
-        arguments = (
-            rows,
-            keys,
-            values,
-            *self._through(window),
-            float(softcap or 0.0),
-            self._out_array,
-        )
-        others, mine = self._shares[1:], self._shares[0]
-        waiting = [_pool().submit(path_kernels.attend, *arguments, *share) for share in others]
-        path_kernels.attend(*arguments, *mine)
-        for other in waiting:
-            other.result()
+        keys, values = self._keys[layer], self._values[layer]
+        path_kernels.store(as_numpy(qkv), keys, values, self._cells)
+        call = self._call
+        call.qkv = qkv.data_ptr()
+        call.keys, call.values = keys.ctypes.data, values.ctypes.data
+        call.paths = self._through(window).ctypes.data
+        call.softcap = softcap or 0.0
+        self._taken[:] = 0
+        team.run(self._work.address, ctypes.addressof(call), self._num_threads)
         return self._out
 
-    def _through(self, window: int | None) -> Paths:
+    def _through(self, window: int | None) -> np.ndarray:
         """The rows' paths as seen through a sliding window; the same few for all layers."""
         if window not in self._paths:
             rows = self._rows
             lowest = np.zeros_like(rows.lengths)
             if window is not None:
                 lowest = np.maximum(0, rows.lengths - window)
-            self._paths[window] = Paths(
-                self.cache.tables, rows.sequences, rows.starts, lowest, rows.lengths, rows.near
-            )
+            self._paths[window] = np.stack([rows.sequences, rows.starts, lowest, rows.lengths])
         return self._paths[window]
 
 
-@memoize
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=max(1, torch.get_num_threads() - 1))
+def _groups(rows: Rows, group_size: int) -> np.ndarray:
+    """int64 [groups, 2]: rows of one sequence, as many as share a block turned into fp32."""
+    most = max(1, QUERIES // group_size)
+    groups, first = [], 0
+    for member in rows.members:
+        end = first + len(member)
+        groups += [(low, min(low + most, end)) for low in range(first, end, most)]
+        first = end
+    return np.array(groups, np.int64)

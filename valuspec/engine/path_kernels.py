@@ -1,23 +1,26 @@
 """The compiled loops of `path_attention`, which says what they compute and why it is exact.
 
 One file, though a long one: a kernel may call only kernels of its own file (see `valuspec.jit`).
-From the top: what a call is given, numbers, the walk over a row's keys, the products. The order of
-additions in `_soften` and in the products is the promise; everything else may be rearranged.
+From the top: what a call is given, numbers, the work of a thread, the walk over a row's keys, the
+products. The order of additions in `_soften` and in the products is the promise; everything else
+may be rearranged.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable
+from functools import cache as memoize
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types
+from numba import carray, from_dtype, types  # type: ignore[attr-defined]
+from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
-from valuspec.engine.bits import aligned_zeros
-from valuspec.jit import kernel
+from valuspec.jit import EntryPoint, entry_point, kernel
 
 #: Queries that share a block turned into fp32; a row has one for each query head of a key head.
 QUERIES = 24
@@ -26,6 +29,41 @@ LANES = 16
 
 FloatArray = NDArray[np.float32]
 Int64Array = NDArray[np.int64]
+
+
+class Call(ctypes.Structure):
+    """What the threads that compute the attention of one layer are given together.
+
+    Addresses, and the shapes of what is there; NumPy shapes, C order. Work is divided into units,
+    the queries of one key head in one group of rows; a thread that is free takes the next.
+    """
+
+    _fields_ = (
+        ("taken", ctypes.c_int64),  # -> int64 [2], zeros: threads that came, units they took
+        ("qkv", ctypes.c_int64),  # -> [rows, heads + 2 * kv heads, head size], queries first
+        ("out", ctypes.c_int64),  # -> [rows, heads, head size]
+        ("keys", ctypes.c_int64),  # -> [blocks, kv heads, head size, block size], of the layer
+        ("values", ctypes.c_int64),  # -> [blocks, kv heads, block size, value size]
+        ("tables", ctypes.c_int64),  # -> int64 [sequences, blocks of each], of the cache
+        ("paths", ctypes.c_int64),  # -> int64 [4, rows], see `Paths`
+        ("near", ctypes.c_int64),  # -> int64 [rows, slots near by]
+        ("groups", ctypes.c_int64),  # -> int64 [groups, 2]: first and last row + 1
+        ("scratch", ctypes.c_int64),  # -> float32 [threads, floats of each], see `Scratch`
+        ("num_rows", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
+        ("num_kv_heads", ctypes.c_int64),
+        ("head_size", ctypes.c_int64),
+        ("value_size", ctypes.c_int64),  # at least the head size; what is beyond is not read
+        ("num_blocks", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("num_sequences", ctypes.c_int64),
+        ("blocks_each", ctypes.c_int64),
+        ("num_near", ctypes.c_int64),
+        ("num_groups", ctypes.c_int64),
+        ("longest", ctypes.c_int64),
+        ("floats_each", ctypes.c_int64),
+        ("softcap", ctypes.c_double),  # 0: none
+    )
 
 
 class Paths(NamedTuple):
@@ -58,19 +96,6 @@ class Scratch(NamedTuple):
     """[queries, head size]: weighted values"""
     lanes: FloatArray
     """[LANES]"""
-
-    @classmethod
-    def allocate(cls, group_size: int, head_size: int, block_size: int, longest: int) -> Scratch:
-        queries, padded = max(QUERIES, group_size), -(-head_size // 4) * 4
-        whole_vectors = (longest // LANES + 2) * LANES
-        return cls(
-            queries=aligned_zeros((queries, padded), np.float32),
-            keys=aligned_zeros((padded, block_size), np.float32),
-            values=aligned_zeros((block_size, head_size), np.float32),
-            scores=aligned_zeros((queries, whole_vectors), np.float32),
-            sums=aligned_zeros((queries, head_size), np.float32),
-            lanes=aligned_zeros((LANES,), np.float32),
-        )
 
 
 # -- numbers --------------------------------------------------------------------------------------
@@ -145,6 +170,116 @@ def _exp(x: Any) -> Any:
     return _fma(p, f * f, f + np.float32(1.0)) * power
 
 
+# -- the work of a thread -------------------------------------------------------------------------
+
+
+@memoize
+def entry(stored: type[np.int16] | type[np.float32]) -> EntryPoint:
+    """`void attend(Call *)`, for as many threads at once as there is scratch for.
+
+    stored: what numbers the cache holds, fp32 or the bits of bf16
+    """
+    of_call = types.void(types.CPointer(from_dtype(np.dtype(Call))))  # type: ignore[no-untyped-call]
+    return entry_point(of_call, _attend_bf16 if stored is np.int16 else _attend_fp32)
+
+
+def _attend_bf16(call: Any) -> None:
+    _attend(carray(call, 1)[0], np.int16)
+
+
+def _attend_fp32(call: Any) -> None:
+    _attend(carray(call, 1)[0], np.float32)
+
+
+@kernel
+def _attend(call: Any, stored: Any) -> None:
+    """out[row] = attention of qkv[row]: this thread's share of the units."""
+    heads, kv_heads, size = call.num_heads, call.num_kv_heads, call.head_size
+    block_size = call.block_size
+    in_rows, out_rows = (call.num_rows, heads + 2 * kv_heads, size), (call.num_rows, heads, size)
+    key_blocks = (call.num_blocks, kv_heads, size, block_size)
+    value_blocks = (call.num_blocks, kv_heads, block_size, call.value_size)
+    qkv = carray(_pointer(call.qkv), in_rows, stored)
+    out = carray(_pointer(call.out), out_rows, stored)
+    keys = carray(_pointer(call.keys), key_blocks, stored)
+    values = carray(_pointer(call.values), value_blocks, stored)
+    groups = carray(_pointer(call.groups), (call.num_groups, 2), np.int64)
+    by_row = carray(_pointer(call.paths), (4, call.num_rows), np.int64)
+    paths = Paths(
+        carray(_pointer(call.tables), (call.num_sequences, call.blocks_each), np.int64),
+        by_row[0],
+        by_row[1],
+        by_row[2],
+        by_row[3],
+        carray(_pointer(call.near), (call.num_rows, call.num_near), np.int64),
+    )
+    here = call.scratch + 4 * call.floats_each * _take(call.taken)
+    floats = carray(_pointer(here), (call.floats_each,), np.float32)
+    scratch = _lay_out(floats, max(QUERIES, heads // kv_heads), size, block_size, call.longest)
+
+    unit = _take(call.taken + 8)
+    while unit < call.num_groups * kv_heads:
+        group, head = unit // kv_heads, unit % kv_heads
+        low, high = groups[group, 0], groups[group, 1]
+        _attend_together(qkv, keys, values, head, paths, call.softcap, out, scratch, low, high)
+        unit = _take(call.taken + 8)
+
+
+@kernel
+def _lay_out(floats: Any, queries: int, size: int, block_size: int, longest: int) -> Any:
+    """One piece of memory as `Scratch`, whose parts begin at whole vectors."""
+    padded, scores = -(-size // 4) * 4, _whole_vectors(longest)
+    a = queries * padded
+    b = a + padded * block_size
+    c = b + block_size * size
+    d = c + queries * scores
+    e = d + queries * size
+    return Scratch(
+        floats[:a].reshape(queries, padded),
+        floats[a:b].reshape(padded, block_size),
+        floats[b:c].reshape(block_size, size),
+        floats[c:d].reshape(queries, scores),
+        floats[d:e].reshape(queries, size),
+        floats[e : e + LANES],
+    )
+
+
+@kernel
+def floats_of_scratch(queries: int, size: int, block_size: int, longest: int) -> int:
+    """Floats that `_lay_out` needs, in whole vectors."""
+    padded = -(-size // 4) * 4
+    rows = queries * (padded + _whole_vectors(longest) + size)
+    return _whole_vectors(rows + block_size * (padded + size) + LANES)
+
+
+@kernel
+def _whole_vectors(count: int) -> int:
+    """At least `count` floats and a vector beyond them."""
+    return (count // LANES + 2) * LANES
+
+
+def _compile_pointer(_context: Any, address: Any) -> tuple[Any, Callable[..., Any]]:
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+def _compile_take(_context: Any, address: Any) -> tuple[Any, Callable[..., Any]]:
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        int64 = cgutils.intp_t
+        counter = builder.inttoptr(arguments[0], int64.as_pointer())
+        return builder.atomic_rmw("add", counter, int64(1), "monotonic")
+
+    return types.int64(types.int64), generate
+
+
+#: An address as a pointer.
+_pointer: Any = intrinsic(_compile_pointer)
+#: Count one up at an address that other threads count at too, and return what was there.
+_take: Any = intrinsic(_compile_take)
+
+
 # -- the walk -------------------------------------------------------------------------------------
 
 
@@ -159,62 +294,6 @@ def store(qkv: Any, keys: Any, values: Any, cells: Any) -> None:
             for d in range(size):
                 keys[block, head, d, within] = key[d]
                 values[block, head, within, d] = value[d]
-
-
-@kernel
-def attend(
-    qkv: Any,
-    keys: Any,
-    values: Any,
-    tables: Any,
-    sequences: Any,
-    starts: Any,
-    lowest: Any,
-    lengths: Any,
-    near: Any,
-    softcap: float,
-    out: Any,
-    queries: Any,
-    key_tile: Any,
-    value_tile: Any,
-    scores: Any,
-    sums: Any,
-    lanes: Any,
-    first: int,
-    last: int,
-) -> None:
-    """out[row] [heads, head size] = attention of qkv[row], for rows first to last - 1.
-
-    qkv: [num_rows, heads + 2 * kv heads, head size], of which the first are queries
-    The other arguments are the fields of `Paths` and of `Scratch`, one by one: a call that passes
-    a named tuple goes through Python again to find its type.
-    Rows of one sequence go together, as many as QUERIES allows.
-    """
-    paths = Paths(tables, sequences, starts, lowest, lengths, near)
-    scratch = Scratch(queries, key_tile, value_tile, scores, sums, lanes)
-    group = out.shape[1] // keys.shape[1]
-    low = first
-    while low < last:
-        sequence, high = paths.sequences[low], low + 1
-        while (
-            high < last and paths.sequences[high] == sequence
-            and (high + 1 - low) * group <= QUERIES
-        ):  # fmt: skip
-            high += 1
-        for head in range(keys.shape[1]):
-            _attend_together(
-                qkv,
-                keys,
-                values,
-                head,
-                paths,
-                softcap,
-                out,
-                scratch,
-                low,
-                high,
-            )
-        low = high
 
 
 @kernel
