@@ -7,7 +7,7 @@ One HTTP request is one `GenerateCall`; the replica answers with a stream that i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from valuspec.engine.types import FinishReason, RequestStats, SamplingParams
 
@@ -95,6 +95,11 @@ class Delta:
     text: str
     finish_reason: FinishReason | None = None
     report: ChoiceReport | None = None
+
+    def then(self, other: Delta) -> Delta:
+        """Both as one; `other` comes next of the same choice."""
+        token_ids, text = self.token_ids + other.token_ids, self.text + other.text
+        return replace(other, token_ids=token_ids, text=text)
 
 
 Reply = Delta | Refusal

@@ -43,6 +43,9 @@ class AppArgs(BaseModel):
     """Requests a replica queues beyond its batch before it answers 429."""
     request_timeout_s: float = Field(default=600, gt=0)
     """A request that takes longer, waiting included, is given up with status 504."""
+    stream_interval_s: float = Field(default=0.05, ge=0, le=1)
+    """A stream is sent its first and its last tokens at once, others at least so far apart: each
+    event costs CPU. 0: whatever a step brings."""
     max_choices: int = Field(default=64, ge=1)
     """Greatest prompts times n of one HTTP request."""
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)

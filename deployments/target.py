@@ -89,7 +89,7 @@ class TargetReplica:
                 deadline_s=args.retrieval_deadline_s,
             )
         self._name = _replica_name()
-        self._outboxes = Outboxes()
+        self._outboxes = Outboxes(args.stream_interval_s)
         self._warmed = False
         self._num_unfinished = 0
         self._open_calls: dict[int, dict[str, Choice]] = {}
@@ -133,7 +133,7 @@ class TargetReplica:
     ) -> AsyncGenerator[ReplicaName]:
         """Answer a call by way of its gateway's outbox, under `key`: yield who has taken it, and
         end when the gateway has all of it. Closing it cancels the call."""
-        with self._outboxes.of(gateway) as outbox, outbox.call():
+        with self._outboxes.of(gateway) as outbox, outbox.call(key):
             yield self._name
             async with contextlib.aclosing(self.generate(call)) as replies:
                 async for reply in replies:

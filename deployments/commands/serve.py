@@ -86,6 +86,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests queued beyond those before the answer is 429 (%(default)s)",
     )
     parser.add_argument(
+        "--stream-interval",
+        type=float,
+        metavar="SECONDS",
+        default=defaults.stream_interval_s,
+        help="between events of a stream, but for the first and the last; 0: as they come"
+        " (%(default)s)",
+    )
+    parser.add_argument(
         "--kv-cache-tokens",
         type=int,
         help="tokens of context kept in memory (as many as 40 %% of it hold)",
@@ -146,6 +154,7 @@ def run(options: argparse.Namespace) -> int:
             exact=not options.fast,
             max_batch_size=options.max_batch_size,
             max_waiting=options.max_waiting,
+            stream_interval_s=options.stream_interval,
             kv_cache_tokens=options.kv_cache_tokens,
             num_threads=options.num_threads,
             draft=options.draft,

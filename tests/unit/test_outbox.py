@@ -66,6 +66,27 @@ def test_a_step_is_one_message_and_every_call_gets_its_own(handle, engine) -> No
     assert not len(handle.replica._outboxes)
 
 
+def test_only_the_first_and_the_last_tokens_do_not_wait(engine) -> None:
+    """Nothing is lost of what the others add up to."""
+    args = ARGS.model_copy(update={"stream_interval_s": 3600})
+    handle = Handle(TargetReplica(args, None, None, load=lambda _: (engine.target, engine)))
+    prompts = ("ab", "xyz", "q")
+
+    async def run() -> list[list[Reply]]:
+        inbox = Inbox(handle)
+
+        async def replies(prompt: str) -> list[Reply]:
+            return [reply async for reply in inbox.generate(call(prompt, max_tokens=40))]
+
+        return await asyncio.gather(*map(replies, prompts))
+
+    for prompt, replies in zip(prompts, asyncio.run(run()), strict=True):
+        assert "".join(reply.text for reply in replies) == (prompt * 40)[:40]
+        assert sum(len(reply.token_ids) for reply in replies) == 40
+        assert [reply.finish_reason for reply in replies[:-1]] == [None] * (len(replies) - 1)
+        assert len(replies) <= 2 * len(prompts), "its own first and last, and those of the others"
+
+
 def test_calls_one_after_the_other_open_the_replies_anew(handle) -> None:
     async def run() -> list[str]:
         inbox = Inbox(handle)
@@ -258,14 +279,14 @@ def test_gateways_do_not_get_each_others_replies(handle) -> None:
 
 def test_batches_end_with_the_last_call_though_it_was_cancelled() -> None:
     async def run() -> list[Any]:
-        outbox = Outbox()
+        outbox = Outbox(interval_s=0)
         taken = []
 
         async def read() -> None:
             async for batch in outbox.batches():
                 taken.append(batch)
 
-        with outbox.call():
+        with outbox.call("k"):
             reader = asyncio.create_task(read())
             await asyncio.sleep(0)
         await asyncio.wait_for(reader, 10)
