@@ -85,27 +85,22 @@ def test_the_store_stopped(site: Site, oracles: Oracles) -> None:
 def test_another_tenant_learns_nothing(site: Site, oracles: Oracles) -> None:
     """What B's request does is what it does for a tenant who is the first to ask anything."""
 
-    def trace(answer: dict[str, Any]) -> dict[str, Any]:
-        metrics = answer["metrics"]
-        ours = metrics["valuspec"]
-        return (
-            metrics["speculative_decoding"]
-            | {
-                name: ours[name]
-                for name in ("num_offered_nodes", "num_kept_nodes", "num_retrieved_trees")
-            }
-            | {"cached": answer["usage"]["prompt_tokens_details"]["cached_tokens"]}
-        )
+    def trace(answer: dict[str, Any]) -> tuple[int, ...]:
+        """Not what the valuation kept of it: that depends on what else the replica computes."""
+        ours = answer["metrics"]["valuspec"]
+        cached: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return ours["num_offered_nodes"], ours["num_retrieved_trees"], cached
 
     prompt = "what nobody else may know " * 12  # long enough for blocks of the prefix cache
     eventually_hits(site, prompt)
     known = trace(site.ask(prompt))
     cold = {tenant: site.ask(prompt, tenant=tenant) for tenant in ("b", "c", "d")}
-    assert len({str(trace(answer)) for answer in cold.values()}) == 1
+    assert len({trace(answer) for answer in cold.values()}) == 1
     assert {outcome(answer) for answer in cold.values()} == {"miss"}
-    assert trace(cold["b"])["cached"] == 0
-    assert known["cached"] > 0
-    assert known["num_offered_nodes"] > trace(cold["b"])["num_offered_nodes"]
+    offered, trees, cached = trace(cold["b"])
+    assert (trees, cached) == (0, 0)
+    assert known[0] > offered
+    assert known[2] > 0
     assert len({str(answer["choices"]) for answer in cold.values()}) == 1
 
 
