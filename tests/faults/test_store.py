@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,8 +60,9 @@ def test_the_store_killed_in_mid_stream(site: Site, oracles: Oracles) -> None:
     with oracles.beside(), restarted_after(site):
         site.check_long_stream("stored", lambda: store_process(site).signal(signal.SIGKILL))
         failures = ("error", "open", "timeout")
-        # An answer may be complete before its lookup has failed; and counters are of one replica.
-        wait_for("a failed lookup", lambda: outcome(site.ask("in use")) in failures)
+        # A known answer is complete before its lookup has failed; and counters are of one replica.
+        new = (f"never asked {n}" for n in itertools.count())
+        wait_for("a failed lookup", lambda: outcome(site.ask(next(new))) in failures)
         names = {f"valuspec_retrieval_requests_{failure}" for failure in failures}
         wait_for("its counter", lambda: not names.isdisjoint(site.totals()))
     oracles.note("counted")

@@ -49,7 +49,7 @@ CASES: dict[int, Case] = {
     11: Case(
         "tenant B asks what tenant A asked",
         "nothing found; B's steps and drafts are those of a tenant nobody has met",
-        "Step counts are compared exactly; latencies are not tested here.",
+        "Offered drafts are compared exactly; latencies are not tested here.",
     ),
     12: Case(
         "store flooded with plausible, wrong trees",
