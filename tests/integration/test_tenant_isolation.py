@@ -8,8 +8,10 @@ a server that others use is its view of one of its own.
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import pytest
 from fastapi.testclient import TestClient
 
 from deployments.auth import ApiKeys
@@ -19,14 +21,23 @@ from deployments.settings import AppArgs
 from deployments.target import TargetReplica
 from deployments.valuation import Valuation
 from retrieval.embedded import EmbeddedValkey
+from retrieval.redis_store import RedisStore
 from tests.support.engines import engine_of
 from tests.support.fake_port import InProcessPort
+from tests.support.retrieving import PATIENCE_S
 from tests.support.tiny_models import tiny_target
 from valuspec.drafting.drafter import Drafter
 
 #: Longer than a block of the prefix cache.
 PROMPT = "Of what one tenant asked, another must learn nothing. " * 4
 TIMES = ("_ms", "tokens_per_second")
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that answers late is an outcome too, but not one to compare."""
+    store = partial(RedisStore, connect_timeout_s=PATIENCE_S, read_timeout_s=PATIENCE_S)
+    monkeypatch.setattr("retrieval.redis_store.RedisStore", store)
 
 
 class Handle:
