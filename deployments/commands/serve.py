@@ -43,8 +43,7 @@ _PATIENCE_S = 10.0
 _PROXY_S = 1.0
 
 #: How Serve carries a stream: little more than half the CPU of its defaults, which on one machine
-#: is the model's. On a cluster it is the operator's choice (docs/operations.md): a peer that
-#: vanishes with its machine shows sooner to actor calls than to gRPC.
+#: is the model's. On a cluster it is the operator's choice (docs/operations.md).
 SERVE_ENVIRONMENT = {
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",

@@ -29,7 +29,7 @@ import torch
 from valuspec.engine import path_kernels, team
 from valuspec.engine.bits import aligned_zeros, as_numpy
 from valuspec.engine.kv_cache import BLOCK, KvCache
-from valuspec.engine.path_kernels import QUERIES, Call
+from valuspec.engine.path_kernels import QUERIES, Call, Int64Array
 from valuspec.engine.rows import NEAR, Rows
 
 #: Keys of all rows together from which on a second thread is worth waking.
@@ -45,7 +45,7 @@ class PathAttention:
         self._keys = as_numpy(cache.keys)
         self._values = as_numpy(cache.values)
         self._cells = cache.cells(rows.sequences, rows.slots)
-        self._paths: dict[int | None, np.ndarray] = {}
+        self._paths: dict[int | None, Int64Array] = {}
         # Rows of padding stay zero: finite, and never read.
         num_heads = cache.group_size * cache.num_kv_heads
         shape = (len(rows.token_ids), num_heads * cache.head_size)
@@ -103,7 +103,7 @@ class PathAttention:
         team.run(self._work.address, ctypes.addressof(call), self._num_threads)
         return self._out
 
-    def _through(self, window: int | None) -> np.ndarray:
+    def _through(self, window: int | None) -> Int64Array:
         """The rows' paths as seen through a sliding window; the same few for all layers."""
         if window not in self._paths:
             rows = self._rows
@@ -114,7 +114,7 @@ class PathAttention:
         return self._paths[window]
 
 
-def _groups(rows: Rows, group_size: int) -> np.ndarray:
+def _groups(rows: Rows, group_size: int) -> Int64Array:
     """int64 [groups, 2]: rows of one sequence, as many as share a block turned into fp32."""
     most = max(1, QUERIES // group_size)
     groups, first = [], 0
