@@ -76,11 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     results: dict[str, dict[str, Outcome]] = {}
     speeds = {}
     for workload in args.workloads:
-        splits = [
+        history, calibration, test = (
             read(args.data / f"{workload}.{split}.jsonl", args.limit, args.max_tokens)
             for split in SPLITS
-        ]
-        results[workload], speeds[workload] = ablate(*splits, cost, args.trees)
+        )
+        results[workload], speeds[workload] = ablate(history, calibration, test, cost, args.trees)
         print(f"\n{workload}  (replay: {speeds[workload]:,.0f} tokens/s)")
         _print(results[workload])
     common_rows = [
@@ -145,13 +145,17 @@ def ablate(
     variants = dict(VARIANTS)
     if table and all(a.top_ids for a in (*calibration, *test)):
         variants |= TOP_K_VARIANTS
-    parts = [gather(answers, drafter, table, grow=False) for answers in (calibration, test)]
-    rows = {name: try_out(variant, *parts, cost) for name, variant in variants.items()}
-    rows |= bounds(parts[1], cost)
+    learnt, judged = (
+        gather(answers, drafter, table, grow=False) for answers in (calibration, test)
+    )
+    rows = {name: try_out(variant, learnt, judged, cost) for name, variant in variants.items()}
+    rows |= bounds(judged, cost)
     if len(variants) > len(VARIANTS):
-        grown = [gather(answers, drafter, table, grow=True) for answers in (calibration, test)]
-        rows[GROWN] = try_out(TOP_K_VARIANTS["shipped + transfer table"], *grown, cost)
-        rows["oracle of " + GROWN] = bounds(grown[1], cost)["oracle"]
+        learnt, judged = (
+            gather(answers, drafter, table, grow=True) for answers in (calibration, test)
+        )
+        rows[GROWN] = try_out(TOP_K_VARIANTS["shipped + transfer table"], learnt, judged, cost)
+        rows["oracle of " + GROWN] = bounds(judged, cost)["oracle"]
     started = time.process_time()
     select = filtered(ThresholdSet.starting(""))
     tally = replay([a.trajectory for a in test], drafter, select, cost)
@@ -173,7 +177,7 @@ def with_trees(
         for answer in history:
             t = answer.trajectory
             await service.write_back(t.namespace, t.prompt_ids.tolist(), t.output_ids.tolist())
-        found = []
+        found: list[list[Answer]] = []
         for answers in splits:
             found.append([])
             for a in answers:

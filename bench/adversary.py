@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -95,7 +95,7 @@ class ScriptedDrafter(Drafter):
         self,
         adversaries: Sequence[Adversary],
         vocab_size: int,
-        futures: dict[tuple[int, ...], Sequence[int]],
+        futures: Mapping[tuple[int, ...], Sequence[int]],
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class ScriptedSession(DraftSession):
 
     def propose(self, max_nodes: int = 64, max_depth: int = 15) -> CandidateTree:
         script = self._script
-        draw = script.adversaries[script.rng.integers(len(script.adversaries))]
+        draw = script.adversaries[int(script.rng.integers(len(script.adversaries)))]
         tree = draw(script.rng, self._future, script.vocab_size, max_nodes, max_depth)
         return CandidateTree(tree, Evidence.of_tree(tree))
 
@@ -140,7 +140,8 @@ class EitherDrafter(Drafter):
         self.rng = np.random.default_rng(seed)
 
     def start(self, namespace: str, prompt_ids: TokenIds) -> DraftSession:
-        return self.drafters[self.rng.integers(len(self.drafters))].start(namespace, prompt_ids)
+        drawn = self.drafters[int(self.rng.integers(len(self.drafters)))]
+        return drawn.start(namespace, prompt_ids)
 
     def remember(self, *_: Any) -> None:
         return

@@ -12,6 +12,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=2000)
     args = parser.parse_args(argv)
 
+    filtered = partial(keep, batch_size=1, max_nodes=64)
     write = _writer(np.random.default_rng(0))
     drafter = Drafter(shared_tokens=args.stored)
     for _ in range(-(-args.stored // ANSWER_TOKENS)):
@@ -49,9 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "keep (with values)": [],
     }  # fmt: skip
 
-    def timed(part: str, call: Callable[[], object]) -> object:
+    def timed(part: str, call: Callable[..., object], *inputs: object) -> object:
         started = time.perf_counter()
-        result = call()
+        result = call(*inputs)
         parts[part].append(time.perf_counter() - started)
         return result
 
@@ -60,15 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if step % 50 == 0:
             prompt = write(args.context)
             session = drafter.start(NAMESPACE, prompt)  # compiles on the first one
-            timed("start session", lambda p=prompt: drafter.start(NAMESPACE, p))
-            timed("add retrieved", lambda s=session: s.add_retrieved(trees))
+            timed("start session", drafter.start, NAMESPACE, prompt)
+            timed("add retrieved", session.add_retrieved, trees)
         tokens = write(STEP_TOKENS)
-        timed("extend", lambda s=session, t=tokens: s.extend(t))
+        timed("extend", session.extend, tokens)
         candidate = session.propose()
         timed("propose", session.propose)
-        timed("values", lambda c=candidate: values(c, thresholds))
-        timed("keep (with values)",
-              lambda c=candidate: keep(c, thresholds, batch_size=1, max_nodes=64))  # fmt: skip
+        timed("values", values, candidate, thresholds)
+        timed("keep (with values)", filtered, candidate, thresholds)
         nodes.append(len(candidate))
     microseconds = {
         part: (1e6 * float(np.median(times)), 1e6 * float(np.percentile(times, 99)))
@@ -97,7 +98,8 @@ def _writer(rng: np.random.Generator) -> Callable[[int], list[int]]:
         picked: list[NDArray[np.int64]] = []
         while sum(map(len, picked)) < length:
             picked.append(phrases[int(rng.zipf(1.2)) % len(phrases)])
-        return np.concatenate(picked)[:length].tolist()
+        written: list[int] = np.concatenate(picked)[:length].tolist()
+        return written
 
     return write
 

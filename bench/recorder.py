@@ -126,4 +126,4 @@ class Recorder:
 
 def _digest(logits: torch.Tensor) -> bytes:
     raw = logits.contiguous().view(torch.uint8).cpu().numpy()
-    return hashlib.blake2b(raw, digest_size=16).digest()
+    return hashlib.blake2b(raw.tobytes(), digest_size=16).digest()

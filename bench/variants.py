@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,7 +78,7 @@ class Nodes:
 def gather(answers: Sequence[Answer], drafter: Drafter, table: Table, *, grow: bool) -> Nodes:
     """Draft every position. The table learns an answer's rows as they are computed: the row of
     the token that is pending is not known yet."""
-    columns: dict[str, list[NDArray[np.generic]]] = {}
+    columns: dict[str, list[NDArray[np.float32]]] = {}
     parents, tested, taken, sizes, lengths = [], [], [], [0], []
     for answer in answers:
         trajectory, known = answer.trajectory, dict(table)
@@ -90,7 +91,7 @@ def gather(answers: Sequence[Answer], drafter: Drafter, table: Table, *, grow: b
             tree, evidence = candidate.tree, candidate.evidence
             last = answer.top_ids[done - 1] if answer.top_ids else ()
             before = [inputs[done] if p < 0 else int(tree.tokens[p]) for p in tree.parents]
-            row = {
+            row: dict[str, NDArray[Any]] = {
                 "frequency": evidence.occurrences / np.maximum(evidence.parent_occurrences, 1),
                 "smoothed": (evidence.occurrences + 1) / (evidence.parent_occurrences + 2),
                 "count": evidence.parent_occurrences,
@@ -152,13 +153,11 @@ def _grown(candidate: CandidateTree, pending: int, table: Table, max_depth: int)
                 depths.append(depth)
         node += 1
     added = len(tokens) - size
-    old = Evidence(*(field[:size] for field in candidate.evidence))
-    blank = {name: np.zeros(added, f.dtype) for name, f in old._asdict().items()}
+    old = {name: field[:size] for name, field in candidate.evidence._asdict().items()}
+    blank = {name: np.zeros(added, f.dtype) for name, f in old.items()}
     blank |= {"own_share": np.full(added, np.nan, np.float32),
               "depth": np.array(depths[size:], np.int32)}  # fmt: skip
-    evidence = Evidence(
-        **{name: np.concatenate([f, blank[name]]) for name, f in old._asdict().items()}
-    )
+    evidence = Evidence(**{name: np.concatenate([f, blank[name]]) for name, f in old.items()})
     return CandidateTree(DraftTree.from_lists(tokens, parents), evidence)
 
 

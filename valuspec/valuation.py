@@ -104,8 +104,8 @@ def _values(
 
 
 def path_products(
-    codes: NDArray[np.uint16],
-    parents: NDArray[np.int16],
+    codes: NDArray[np.integer[Any]],
+    parents: NDArray[np.signedinteger[Any]],
     first_node: NDArray[np.int64],
     rates: FloatArray,
 ) -> FloatArray:
@@ -121,8 +121,8 @@ def path_products(
 
 @kernel
 def walk(
-    codes: NDArray[np.uint16],
-    parents: NDArray[np.int16],
+    codes: NDArray[np.integer[Any]],
+    parents: NDArray[np.signedinteger[Any]],
     taken: NDArray[np.bool_],
     first_node: NDArray[np.int64],
     ends: NDArray[np.int64],

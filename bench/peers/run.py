@@ -54,23 +54,17 @@ class Run:
                     bar.set_description(f"{cell.workload} x{streams} {cell.system}")
                     if not self.results.has(cell, number):
                         prompts = [workload.prompts[i] for i in parts[number]]
-                        self._attempt(
-                            cell.system, lambda c=cell, n=number, w=workload, p=prompts:
-                            self.results.add(c, n, self._pass(c, w, p))
-                        )  # fmt: skip
+                        self._attempt(cell.system, self._round, cell, number, workload, prompts)
                     bar.update()
 
     def tune(self, workloads: Sequence[Workload]) -> None:
         """Find the best pass options of systems that have some, on calibration requests."""
-        tuned = self.results.data["tuned"]
         for system in self.systems:
-            if system.tuned and system.name not in tuned:
-                self._attempt(
-                    system.name, lambda s=system: tuned.update({s.name: self._tuned(s, workloads)})
-                )
+            if system.tuned and system.name not in self.results.data["tuned"]:
+                self._attempt(system.name, self._tune, system, workloads)
         self.results.save()
 
-    def _tuned(self, system: System, workloads: Sequence[Workload]) -> dict[str, Any]:
+    def _tune(self, system: System, workloads: Sequence[Workload]) -> None:
         worker, _ = self.workers.of(system)
         prompts = [p for w in workloads for p, _ in w.calibration[:TUNING_PROMPTS]]
         self._warm_up(worker, system, dict(system.tuned[0]), prompts[:1], 1)
@@ -82,10 +76,10 @@ class Run:
             speed = sum(map(len, reply["outputs"])) / sum(reply["seconds"])
             tried.append({**options, "tok_s": round(speed, 1)})
         best = max(zip(tried, system.tuned, strict=True), key=lambda pair: pair[0]["tok_s"])[1]
-        return {"best": dict(best), "tried": tried}
+        self.results.data["tuned"][system.name] = {"best": dict(best), "tried": tried}
 
-    def _pass(self, cell: Cell, workload: Workload, prompts: list[list[int]]) -> dict[str, Any]:
-        """One round of a cell, from the store it begins with."""
+    def _round(self, cell: Cell, number: int, workload: Workload, prompts: list[list[int]]) -> None:
+        """Measure one round of a cell, from the store it begins with."""
         system = SYSTEMS[cell.system]
         worker, _ = self.workers.of(system)
         options = dict(system.options) | self.results.data["tuned"].get(system.name, {}).get(
@@ -101,11 +95,10 @@ class Run:
         how = worker.ask("stock", count=cell.store, options=options)["how"]
         self.results.data["versions"] = self.workers.versions
         self.results.data.setdefault("stocked", {})[system.name] = how
-        return as_round(
-            worker.ask(
-                "generate", prompts=prompts, streams=cell.streams, options=options, **self.limits
-            )
+        reply = worker.ask(
+            "generate", prompts=prompts, streams=cell.streams, options=options, **self.limits
         )
+        self.results.add(cell, number, as_round(reply))
 
     def _warm_up(
         self,
@@ -122,13 +115,13 @@ class Run:
             limits = self.limits | {"max_tokens": WARM_UP_TOKENS}
             worker.ask("generate", prompts=prompts, streams=streams, options=options, **limits)
 
-    def _attempt(self, system: str, measure: Callable[[], Any]) -> None:
+    def _attempt(self, system: str, measure: Callable[..., None], *inputs: Any) -> None:
         """A system that fails is named, and left alone for the rest of the run."""
         failures = self.results.data["failures"]
         if system in failures:
             return
         try:
-            measure()
+            measure(*inputs)
         except WorkerError as error:
             failures[system] = str(error)
             self.results.save()

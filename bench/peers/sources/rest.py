@@ -87,7 +87,8 @@ class _Index:
                 break
             ends, length = longer, length + 1
         ends = ends[ends + CONTINUATION < len(self._tokens)][:MATCHES]
-        return self._tokens[ends[:, None] + 1 + np.arange(CONTINUATION)]
+        found: IntArray = self._tokens[ends[:, None] + 1 + np.arange(CONTINUATION)]
+        return found
 
 
 def prefixes(found: IntArray) -> tuple[list[int], list[int], list[int]]:

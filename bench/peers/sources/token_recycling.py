@@ -76,7 +76,8 @@ class RecyclingDrafter(PeerDrafter):
         return RecyclingLookup(self, prompt_ids[-1])
 
     def draft(self, pending: int, max_nodes: int, max_depth: int) -> DraftTree:
-        tokens, parents = [], []
+        tokens: list[int] = []
+        parents: list[int] = []
         node_of: dict[int, int] = {-1: -1}
         for place, (parent, rank) in enumerate(TEMPLATE):
             if parent not in node_of:
