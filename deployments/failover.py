@@ -59,7 +59,6 @@ async def generate_through_losses(
             ) from None
         except NotTakenError:
             logger.warning("request %s: no replica has taken it yet", call.request_id)
-            call = replace(call, resumed={index: tuple(ids) for index, ids in sent.items()})
         except ReplicaLostError:
             num_lost += 1
             logger.warning(
@@ -70,6 +69,6 @@ async def generate_through_losses(
             )
             if num_lost == MAX_LOST_IN_A_ROW:
                 raise
-            call = replace(call, resumed={index: tuple(ids) for index, ids in sent.items()})
         finally:
             await replies.aclose()
+        call = replace(call, resumed={index: tuple(ids) for index, ids in sent.items()})

@@ -11,8 +11,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-#: What `nice` adds. At 10, a process that wants a core gets a tenth of what a normal one gets.
+#: What `nice` adds. A process that wants a core then gets a tenth of what one without it gets.
 NICENESS = 10
+_LAST = 19
 _THREADS = Path("/proc/self/task")
 
 
@@ -22,10 +23,11 @@ def give_way() -> list[Any]:
     Serve calls it in its proxies (RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH) and wants a list of
     middlewares back: there are none.
     """
+    niceness = min(os.getpriority(os.PRIO_PROCESS, 0) + NICENESS, _LAST)
     # On Linux priority belongs to a thread; elsewhere 0, this process, stands for all of them.
     threads = [int(path.name) for path in _THREADS.iterdir()] if _THREADS.exists() else [0]
     for thread in threads:
         with contextlib.suppress(ProcessLookupError):  # it has just ended
-            priority = os.getpriority(os.PRIO_PROCESS, thread)
-            os.setpriority(os.PRIO_PROCESS, thread, max(priority, NICENESS))
+            mine = os.getpriority(os.PRIO_PROCESS, thread)
+            os.setpriority(os.PRIO_PROCESS, thread, max(mine, niceness))
     return []

@@ -42,12 +42,14 @@ _APP_NAME = "valuspec"
 _PATIENCE_S = 10.0
 _PROXY_S = 1.0
 
-#: How Serve carries a stream: little more than half the CPU of its defaults, which on one machine
+#: How Ray carries a stream: little more than half the CPU of its defaults, which on one machine
 #: is the model's. On a cluster it is the operator's choice (docs/operations.md).
 SERVE_ENVIRONMENT = {
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    # Ray would have its workers give way (by 15) to all else on the machine.
+    "RAY_worker_niceness": "0",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.priority:give_way",
     # A replica that no longer answers cannot be asked to go.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
