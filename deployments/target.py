@@ -62,8 +62,11 @@ class TargetReplica:
         self._args = args
         self._telemetry = Telemetry()
 
-        def load_engine_and_target() -> Engine:
+        def load_engine_and_target() -> Engine:  # on the thread that steps the engine
+            from valuspec.engine import team  # and torch, which building the graph does without
+
             self._target, engine = load(args)
+            team.bind()
             return engine
 
         self._loop = EngineLoop(load_engine_and_target, post=self._post)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -54,6 +55,39 @@ def test_as_many_threads_work_as_are_asked_for(kind: str, num_threads: int) -> N
 def test_on_linux_they_are_torchs_own() -> None:
     """Threads of ours would take the cores that torch's wait on."""
     assert team._team() is not team._run_in_pool
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux binds threads to cores")
+@pytest.mark.parametrize("fewer", [0, 1])
+def test_a_bound_team_has_a_core_for_each_thread(fewer: int) -> None:
+    """Where it takes all cores; a smaller team stays free to move."""
+    cores = os.sched_getaffinity(0)
+    num_threads = max(1, len(cores) - fewer)
+    found: list[set[int]] = []
+    all_here = threading.Barrier(num_threads, timeout=30)
+
+    def work(_: int) -> None:
+        found.append(os.sched_getaffinity(0))
+        all_here.wait()
+
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(work)
+    address = ctypes.cast(callback, ctypes.c_void_p).value
+    assert address is not None
+
+    def master() -> None:
+        torch.set_num_threads(num_threads)
+        team.bind()
+        team.run(address, 0, num_threads)
+
+    # On a thread of its own, whose team ends with it.
+    thread = threading.Thread(target=master)
+    thread.start()
+    thread.join()
+    if num_threads == len(cores):
+        assert sorted(map(tuple, found)) == [(core,) for core in sorted(cores)]
+    else:
+        assert found == [cores] * num_threads
+    assert os.sched_getaffinity(0) == cores
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache as memoize
 
+import torch
+
 _Work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -25,6 +27,24 @@ def run(work: int, argument: int, num_threads: int) -> None:
         _Work(work)(argument)
     else:
         _team()(work, argument, num_threads)
+
+
+def bind() -> None:
+    """Keep every thread of the caller's team, the caller's own too, on a core of its own.
+
+    When something else takes a core for a moment, the scheduler may let the thread from there share
+    a core with another of the team while its own is idle again; and all wait for these two. Does
+    nothing where torch has fewer threads than there are cores: others may want the same ones.
+    """
+    if _team() is _run_in_pool:
+        return
+    cores = list(os.sched_getaffinity(0))
+    if len(cores) != torch.get_num_threads():
+        return
+    work = _Work(lambda _: os.sched_setaffinity(0, {cores.pop()}))  # one thread at a time: the GIL
+    address = ctypes.cast(work, ctypes.c_void_p).value
+    assert address is not None
+    run(address, 0, len(cores))
 
 
 @memoize
