@@ -295,7 +295,8 @@ def test_a_published_set_reaches_the_replicas_without_restart_or_change_of_bytes
 def test_a_closed_stream_frees_its_slot(client) -> None:
     body = {"prompt": "Once upon a time", "max_tokens": 4000, "stream": True, "ignore_eos": True}
     with client.stream("POST", "/v1/completions", json=body) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: httpx closes the stream with its iterator
+        next(lines)
         assert client.get("/v1/valuspec/stats").json()["num_requests_running"] == 1
     wait_for("slot", lambda: client.get("/v1/valuspec/stats").json()["num_requests_running"] == 0)
 
