@@ -66,7 +66,8 @@ class TargetReplica:
             from valuspec.engine import team  # and torch, which building the graph does without
 
             self._target, engine = load(args)
-            team.bind()
+            if args.device == "cpu":  # beside a GPU one thread does all, on whichever core
+                team.bind()
             return engine
 
         self._loop = EngineLoop(load_engine_and_target, post=self._post)
