@@ -26,7 +26,6 @@ from deployments.failover import generate_through_losses
 from deployments.inbox import ReplicaLostError
 from deployments.messages import Delta, ModelCard, Refusal, Reply
 from deployments.port import HandlePort, TargetPort
-from deployments.priority import give_way
 from deployments.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -281,7 +280,6 @@ class Gateway:
     def __init__(
         self, args: AppArgs, target: DeploymentHandle[Any], valuation: DeploymentHandle[Any]
     ) -> None:
-        give_way()
         self._args = args
         self._port = HandlePort(target, valuation)
         self._admission = Admission()

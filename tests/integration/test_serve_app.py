@@ -18,11 +18,9 @@ from ray import serve
 
 from deployments.app import build_app
 from deployments.commands.serve import SERVE_ENVIRONMENT
-from deployments.priority import NICENESS
 from deployments.settings import AppArgs
 from retrieval.embedded import EmbeddedValkey
 from retrieval.threshold_store import ThresholdStore
-from tests.support.processes import find
 from tests.support.publishing import publish
 from tests.support.threshold_sets import set_like_shipped
 
@@ -32,8 +30,6 @@ PORT = 8765
 URL = f"http://127.0.0.1:{PORT}"
 QUESTION = [{"role": "user", "content": "Write three short sentences about a red fox."}]
 PLAIN = {"enabled": False}
-#: In the environment of this app's processes.
-MARK = f"VALUSPEC_TEST_APP={os.getpid()}"
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +44,6 @@ def app(valkey: EmbeddedValkey) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SERVE_ENVIRONMENT.items():
             patch.setenv(name, value)
-        patch.setenv(*MARK.split("="))
         # All processes of Ray inherit it.
         ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
@@ -116,19 +111,6 @@ def test_the_model_is_ready_and_exact(client) -> None:
     assert model["id"] == "smollm2"
     assert model["exact"] is True
     assert model["exact_mode"] in ("rows", "envelope")
-
-
-def test_what_carries_streams_gives_way_to_the_model(client) -> None:
-    here = os.getpriority(os.PRIO_PROCESS, 0)
-
-    def niceness(title: str) -> int:
-        """Of the main thread, and so of those that it begins."""
-        (process,) = find(f"ray::{title}", MARK)
-        return os.getpriority(os.PRIO_PROCESS, process.pid)
-
-    assert niceness("ServeReplica:valuspec:Target") == here
-    assert niceness("ServeReplica:valuspec:Gateway") == max(here, NICENESS)
-    assert niceness("ProxyActor") == max(here, NICENESS)
 
 
 def test_the_second_time_takes_fewer_steps_for_the_same_tokens(client) -> None:
