@@ -219,7 +219,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> dict[str, Any]:
     if args.url is not None:
         return asyncio.run(measure(args, args.url, None))
-    options = ["--model", args.model, "--max-batch-size", str(args.max_batch_size)]
+    options = ["--model", args.model, "--kv-cache-tokens", str(args.kv_cache_tokens)]
+    options += ["--max-batch-size", str(args.max_batch_size)]
     with own_app(*options, "--max-waiting", str(args.max_waiting)) as app:
         return asyncio.run(measure(args, app.url, app))
 
@@ -238,6 +239,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--max-batch-size", type=int, default=8, help="of the app")
     parser.add_argument("--max-waiting", type=int, default=16, help="of an app of its own")
+    parser.add_argument(
+        "--kv-cache-tokens",
+        type=int,
+        default=16384,
+        help="of an app of its own: full before the flood, so that what grows then is a leak",
+    )
     parser.add_argument("--model", default="smollm2", help="of an app of its own")
     return parser.parse_args(argv)
 

@@ -11,7 +11,7 @@ import logging
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.errors import ApiError
+from deployments.errors import ApiError, busy
 from deployments.sse import event
 
 logger = logging.getLogger(__name__)
@@ -66,9 +66,7 @@ class Admission:
             return _stopping()
         # A full server is a healthy one.
         if len(self._open) >= self._max_open_requests and path != HEALTH_PATH:
-            return ApiError(
-                429, "The server is at capacity; try again.", code="overloaded", retry_after_s=1
-            )
+            return busy()
         return None
 
     async def _run(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:

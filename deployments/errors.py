@@ -27,6 +27,8 @@ from valuspec.errors import RequestError
 logger = logging.getLogger(__name__)
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+#: On a refusal that holds for whoever asks next, too (`deployments.refusals`).
+FULL_HEADER = b"x-valuspec-full"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -48,6 +50,8 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.full = False
+        """Whether there is no room for any other call either, for a moment."""
 
     @classmethod
     def of(cls, refusal: Refusal) -> ApiError:
@@ -74,9 +78,17 @@ class ApiError(Exception):
         headers = {}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(self.retry_after_s)
+        if self.full:
+            headers[FULL_HEADER.decode()] = "1"
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return JSONResponse(self.body(), self.status, headers=headers)
+
+
+def busy() -> ApiError:
+    return ApiError(
+        429, "The server is at capacity; try again.", code="overloaded", retry_after_s=1
+    )
 
 
 #: What is wrong with the Host among a request's headers, if anything.

@@ -121,7 +121,13 @@ def _add_routes(app: FastAPI, target: TargetPort, args: AppArgs, keys: ApiKeys) 
             return_token_ids=body.return_token_ids,
         )
         replies = generate_through_losses(target, call, timeout_s=args.request_timeout_s)
-        first = await _first(replies, request_id)
+        try:
+            first = await _first(replies, request_id)
+        except ApiError as error:
+            # With so much waiting, none of the model's places is empty while the refusal holds.
+            queue_lasts = args.max_waiting >= args.max_batch_size
+            error.full = error.status == 429 and call.num_choices == 1 and queue_lasts
+            raise
         if body.stream:
             events = stream_events(answer, _deltas(first, replies), body)
             headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}

@@ -12,7 +12,7 @@ from grpc.aio import AioRpcError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from deployments.errors import ApiError
+from deployments.errors import ApiError, busy
 from deployments.inbox import Inbox, ReplicaLostError
 from deployments.messages import GenerateCall, Message, ModelCard, Refusal, Reply
 from deployments.schemas import FilterRequest
@@ -89,12 +89,6 @@ class HandlePort:
         model = (await self.card()).model_fingerprint
         reply = await _ready(self._valuation.filter.remote(body, model))
         return cast(dict[str, Any], _accepted(reply))
-
-
-def busy() -> ApiError:
-    return ApiError(
-        429, "The server is at capacity; try again.", code="overloaded", retry_after_s=1
-    )
 
 
 def _accepted(reply: Any) -> Any:

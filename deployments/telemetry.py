@@ -49,6 +49,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "valuspec_generation_tokens": ("Generated tokens.", ()),
     "valuspec_request_success": ("Finished choices.", ("finished_reason",)),
     "valuspec_requests_refused": ("Requests refused before generation.", ("status",)),
+    "valuspec_refusals_repeated": ("Requests that a proxy refused as the one before.", ()),
     "valuspec_threshold_changes": ("Threshold sets taken into use.", ()),
     "valuspec_thresholds_refused": ("Threshold sets refused; the last good one stayed.", ()),
     "valuspec_threshold_rollbacks": ("Sets given up for being slower than plain decoding.", ()),

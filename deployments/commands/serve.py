@@ -50,6 +50,7 @@ SERVE_ENVIRONMENT = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     # Ray would have its workers give way (by 15) to all else on the machine.
     "RAY_worker_niceness": "0",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.refusals:middlewares",
     # A replica that no longer answers cannot be asked to go.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
 }

@@ -30,6 +30,8 @@ PORT = 8765
 URL = f"http://127.0.0.1:{PORT}"
 QUESTION = [{"role": "user", "content": "Write three short sentences about a red fox."}]
 PLAIN = {"enabled": False}
+#: One call can fill the app.
+MAX_WAITING = 32
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def app(valkey: EmbeddedValkey) -> Iterator[None]:
         # All processes of Ray inherit it.
         ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
-    serve.run(build_app(AppArgs(redis_url=valkey.url)), name="valuspec")
+    serve.run(build_app(AppArgs(redis_url=valkey.url, max_waiting=MAX_WAITING)), name="valuspec")
     yield
     serve.shutdown()
     ray.shutdown()
@@ -100,6 +102,25 @@ def replica(deployment: str) -> Any:
         a for a in ray.util.list_named_actors(all_namespaces=True) if a["name"].startswith(prefix)
     )
     return ray.get_actor(actor["name"], namespace=actor["namespace"])
+
+
+# -- refusals
+
+
+def test_under_a_flood_the_proxy_repeats_a_refusal(client) -> None:
+    """What comes next is refused before it is looked at, even with a body that makes no sense."""
+    ask = {"prompt": "Once upon a time", "max_tokens": 512, "temperature": 0, "ignore_eos": True}
+    filling = ask | {"n": AppArgs().max_batch_size + MAX_WAITING, "stream": True}
+
+    def both() -> list[int]:
+        return [client.post("/v1/completions", json=b).status_code for b in (ask, {"prompt": 3.5})]
+
+    with client.stream("POST", "/v1/completions", json=filling) as stream:
+        lines = stream.iter_lines()  # kept: the stream is closed with its iterator
+        next(lines)
+        wait_for("a repeated refusal", lambda: both() == [429, 429])
+        assert client.get("/v1/models").status_code == 200
+    wait_for("an answer", lambda: both() == [200, 400])
 
 
 # -- answers

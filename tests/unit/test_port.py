@@ -42,8 +42,7 @@ class Failing:
         yield
 
 
-@pytest.fixture
-def client() -> TestClient:
+def full_server(**settings: int) -> TestClient:
     """Of a server whose queues are full."""
     full = Failing(BackPressureError(num_queued_requests=8, max_queued_requests=8))
     port = HandlePort(full, full)
@@ -56,7 +55,12 @@ def client() -> TestClient:
         model_fingerprint="f",
         loaded_at=0,
     )
-    return TestClient(create_app(port, AppArgs(), ApiKeys([])))
+    return TestClient(create_app(port, AppArgs(**settings), ApiKeys([])))
+
+
+@pytest.fixture
+def client() -> TestClient:
+    return full_server()
 
 
 @pytest.mark.parametrize(
@@ -81,3 +85,16 @@ def test_a_full_queue_of_serve_is_a_429_of_ours(
 
 def test_a_full_server_is_healthy(client: TestClient) -> None:
     assert client.get("/health").status_code == 200
+
+
+def test_a_refusal_holds_for_others_only_where_it_would_be_theirs_too(client: TestClient) -> None:
+    def holds(client: TestClient, **fields: Any) -> bool:
+        response = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1} | fields)
+        assert response.status_code == 429
+        return "x-valuspec-full" in response.headers
+
+    assert holds(client)
+    assert holds(client, stream=True)
+    assert not holds(client, n=2), "there may be room for one"
+    # A queue so short is empty before the refusal has passed.
+    assert not holds(full_server(max_batch_size=8, max_waiting=7))
