@@ -32,7 +32,7 @@ from tqdm import tqdm
 from bench import common, heads
 from valuspec import replay
 from valuspec.calibration import calibrate, reliability, score
-from valuspec.cost import CostStaircase
+from valuspec.cost import CostStaircase, LiveCosts
 from valuspec.drafted import Drafted
 from valuspec.eagle3.loading import SHIPPED_HEAD
 from valuspec.engine.engine import Engine
@@ -44,6 +44,7 @@ from valuspec.replay import Select, Trajectory
 from valuspec.thresholds import ThresholdSet
 
 FREQUENCY_SIZES = (4, 6, 8, 12, 16, 24, 32)
+COST_REPEATS = 11
 GENERATE_REQUESTS = 8
 """Test requests also decoded by transformers' own `generate`."""
 
@@ -89,7 +90,7 @@ class Measured:
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     target = Target.load(args.model, dtype=args.dtype)
-    cost = measure_cost(target)
+    cost = measure_cost(target, repeats=COST_REPEATS)
     files = (args.history, args.calibration, args.test)
     prompts = [common.load_prompts(f, target) for f in files]
     prompts[2] = prompts[2][: args.limit]
@@ -145,6 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         reuse_prefixes=False,  # else all modes but the first would find their prompt computed
         head=choice,
     )
+    engine.live_costs = LiveCosts({1: cost})
     measured = {name: Measured() for name in selects}
     tests: list[Trajectory] = []
     differing = 0
@@ -170,12 +172,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             drafted, stats = _decode(engine, prompt, test, selects[name])
             measured[name].add(stats)
             differing += drafted != output
+    live = engine.live_costs.current()[1]  # as a replica knows them: measured, then held to steps
     if choice is None:
-        replayed = {n: replay.replay(tests, drafter, s, cost) for n, s in selects.items()}
+        replayed = {n: replay.replay(tests, drafter, s, live) for n, s in selects.items()}
         quality = reliability(tests, drafter, thresholds)
     else:
         offered = head.offers(tests)
-        replayed = {n: head.tally(offered, s, cost, plain=n == "plain") for n, s in selects.items()}
+        replayed = {n: head.tally(offered, s, live, plain=n == "plain") for n, s in selects.items()}
         drafted_tests = Drafted.of_offers(offered)
         quality = score(*drafted_tests.outcomes(drafted_tests.walk(thresholds), thresholds))
     generate_tok_s, engine_tok_s = _transformers_generate(
@@ -211,6 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "transformers_generate_tok_s": generate_tok_s,
             "plain_over_generate": engine_tok_s / generate_tok_s,
             "cost": cost.to_json(),
+            "live_cost": live.to_json(),
             "threshold_version": thresholds.version,
             "settings": {k: str(v) for k, v in vars(args).items()},
             "environment": common.environment(),

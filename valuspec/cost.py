@@ -16,6 +16,10 @@ from numpy.typing import NDArray
 from valuspec.errors import ThresholdError
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+"""Where c(n) is measured."""
+STAIRS = (5, 9, 13, 17)
+"""Where it is measured as well for a request that is alone: kernels take rows by fours, and the
+fourth costs next to nothing, the fifth as much as the eighth."""
 MIN_FORWARDS = 16
 """Fewer timed forwards say nothing about a point of a staircase."""
 WINDOW = 1024
@@ -69,10 +73,15 @@ class CostStaircase:
 
         until: `time.perf_counter()` after which no more repeats begin
         """
+
+        def turn() -> list[float]:
+            forward(rows[0])  # behind the largest a small forward is slower than behind its like
+            return [forward(n) for n in rows]
+
         forward(rows[-1])  # warm-up
-        turns = [[forward(n) for n in rows]]
+        turns = [turn()]
         while len(turns) < repeats and time.perf_counter() < until:
-            turns.append([forward(n) for n in rows])
+            turns.append(turn())
         return cls.from_points(rows, [median(times) for times in zip(*turns, strict=True)])
 
     def table(self, max_rows: int) -> NDArray[np.float64]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from valuspec.cost import ROWS, CostStaircase
+from valuspec.cost import ROWS, STAIRS, CostStaircase
 from valuspec.engine.kv_cache import own_blocks
 from valuspec.engine.rows import SequenceRows
 from valuspec.engine.target import Target
@@ -26,7 +26,7 @@ BUDGET_S = 5.0
 def measure_cost(target: Target, *, batch_size: int = 1, repeats: int = 5) -> CostStaircase:
     """Time forwards of `batch_size` sequences with 1 to 64 rows each, MAX_ROWS at most in all."""
     batch = _Batch(target, batch_size)
-    return CostStaircase.measure(partial(batch.forward, batch_size), _rows(batch_size), repeats)
+    return CostStaircase.measure(partial(batch.forward, batch_size), points(batch_size), repeats)
 
 
 class MeasuredCosts(NamedTuple):
@@ -53,15 +53,18 @@ def measure_costs(
     measured = 1
     for size in [*sizes, max_batch_size]:
         if costs and time.perf_counter() > until:
-            costs[size] = costs[measured].of_batch(-(-size // measured), _rows(size))
+            costs[size] = costs[measured].of_batch(-(-size // measured), points(size))
             continue
-        costs[size] = CostStaircase.measure(partial(batch.forward, size), _rows(size), until=until)
+        costs[size] = CostStaircase.measure(partial(batch.forward, size), points(size), until=until)
         measured = size
     running_s = time.thread_time() - started_running
     return MeasuredCosts(costs, running_s / (time.perf_counter() - started))
 
 
-def _rows(batch_size: int) -> list[int]:
+def points(batch_size: int) -> list[int]:
+    """Rows of each request at which a batch is measured."""
+    if batch_size == 1:
+        return sorted({*ROWS, *STAIRS})
     return [n for n in ROWS if n <= 2 or n * batch_size <= MAX_ROWS]
 
 
