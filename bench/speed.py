@@ -45,6 +45,7 @@ from valuspec.thresholds import ThresholdSet
 
 FREQUENCY_SIZES = (4, 6, 8, 12, 16, 24, 32)
 COST_REPEATS = 11
+"""Turns of measuring the verify cost: thresholds are made with it."""
 GENERATE_REQUESTS = 8
 """Test requests also decoded by transformers' own `generate`."""
 

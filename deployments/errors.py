@@ -91,6 +91,12 @@ def busy() -> ApiError:
     )
 
 
+def request_id_of(scope: Scope) -> str:
+    """The one the client sent, if it is one, else a new one."""
+    sent = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+    return sent if _REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
+
+
 #: What is wrong with the Host among a request's headers, if anything.
 CheckHost = Callable[[Iterable[tuple[bytes, bytes]]], ApiError | None]
 
@@ -113,9 +119,7 @@ class RequestContext:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        request_id = headers.get(b"x-request-id", b"").decode("latin-1")
-        if not _REQUEST_ID.fullmatch(request_id):
-            request_id = uuid.uuid4().hex
+        request_id = request_id_of(scope)
         scope.setdefault("state", {})["request_id"] = request_id
         started = False
 

@@ -8,13 +8,12 @@ proxy one refusal answers those that follow as well, for a moment.
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable
 
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.errors import FULL_HEADER, busy
+from deployments.errors import FULL_HEADER, busy, request_id_of
 from deployments.telemetry import Telemetry
 
 #: A place that gets free meanwhile is taken from the queue, which lasts longer.
@@ -40,8 +39,8 @@ class HeldRefusals:
         if self._clock() < self._full_until.get(path, 0.0):
             self._telemetry.count("valuspec_refusals_repeated")
             refusal = busy().response()
-            given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-            refusal.headers["x-request-id"] = given or uuid.uuid4().hex
+            # Serve adds it further in.
+            refusal.headers["x-request-id"] = request_id_of(scope)
             await refusal(scope, receive, send)
             return
 

@@ -81,7 +81,8 @@ def test_a_refusal_for_reasons_of_its_own_holds_for_nobody_else(site: Site) -> N
 
 
 def test_the_marked_header_is_found_however_it_is_written(site: Site) -> None:
-    site.answer = JSONResponse("full", 429, headers={FULL_HEADER.decode().title(): "1"})
+    site.answer = JSONResponse("full", 429)
+    site.answer.raw_headers.append((FULL_HEADER.title(), b"1"))  # as it is, unlike `headers`
     site.client.post(FULL)
     site.answer = JSONResponse("answered")
     assert site.client.post(FULL).status_code == 429
