@@ -18,6 +18,7 @@ from bench.identity import IdentityCheck
 from tests.support import engines
 from tests.support.tiny_models import tiny_target
 from valuspec.engine import rows as rows_module
+from valuspec.engine import tile_kernels
 from valuspec.engine.kv_cache import BLOCK, KvCache, own_blocks
 from valuspec.engine.probe import choose_exact_mode, prefill, probe, random_tree
 from valuspec.engine.rows import NEAR, SequenceRows
@@ -49,6 +50,14 @@ PATH = 12
 @pytest.fixture(scope="module")
 def target() -> Target:
     return Target.load("smollm2")
+
+
+@pytest.fixture(scope="module")
+def library_target() -> Target:
+    """With oneDNN's products, as on processors without the instruction that tiles need."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tile_kernels, "supported", lambda: False)
+        return Target.load("smollm2")
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +104,15 @@ def test_start_up_probe_passes(target: Target) -> None:
     result = probe(target, num_trees=6, seed=9)
     assert result.rows_checked > 30
     assert result.exact
+
+
+@pytest.mark.parametrize("start", [NEAR - 4, BLOCK - 5])
+def test_library_products_are_exact_too(
+    library_target: Target, text: np.ndarray, start: int
+) -> None:
+    assert library_target.exact
+    assert library_target.min_width >= 4
+    assert differing(library_target, start, text) == []
 
 
 def test_two_zones_are_exact_too(target: Target) -> None:
@@ -183,14 +201,13 @@ def test_requests_end_to_end(target: Target, params: SamplingParams) -> None:
 
 
 def test_single_rows_would_differ(
-    target: Target, text: np.ndarray, monkeypatch: pytest.MonkeyPatch
+    library_target: Target, text: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without padding, one-token decoding takes the matrix-vector kernel."""
-    if target.exact_mode != "rows":
+    """Without padding, one-token decoding takes the library's matrix-vector kernel."""
+    if library_target.exact_mode != "rows":
         pytest.skip("this processor needs the fixed envelope: there are no single rows")
-    monkeypatch.setattr(rows_module, "padded_width", lambda num_rows, _: num_rows)
-    monkeypatch.setattr(target, "min_width", 1)
-    assert differing(target, 24, text)
+    monkeypatch.setattr(library_target, "min_width", 1)
+    assert differing(library_target, 24, text)
 
 
 def test_ordinary_attention_would_differ(text: np.ndarray) -> None:
@@ -264,6 +281,8 @@ def test_a_target_that_cannot_be_exact_says_so() -> None:
     forward = target.decoder.forward
 
     class Noisy:
+        fewest_rows = 4
+
         def forward(self, rows: rows_module.Rows, cache: KvCache) -> torch.Tensor:
             return forward(rows, cache) * (1 + 1e-6 * rows.num_rows)
 

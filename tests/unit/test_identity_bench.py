@@ -11,7 +11,7 @@ from bench import identity
 from bench.recorder import Output
 from bench.tally import Tally
 from tests.support.tiny_models import byte_tokenizer, tiny_model
-from valuspec.engine import engine as engine_module
+from valuspec.engine import acceptance
 from valuspec.engine.rows import SequenceRows
 from valuspec.engine.verify import Verdict
 
@@ -63,7 +63,7 @@ def test_a_difference_is_found_and_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An engine that takes the first draft token on trust."""
-    verify = engine_module.verify
+    verify = acceptance.verify
 
     def trusting(rows: SequenceRows, choose: object) -> Verdict:
         verdict = verify(rows, choose)  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def test_a_difference_is_found_and_fails(
             return Verdict((1,), (int(rows.token_ids[1]), *verdict.token_ids))
         return verdict
 
-    monkeypatch.setattr(engine_module, "verify", trusting)
+    monkeypatch.setattr(acceptance, "verify", trusting)
     requests = write(tmp_path, json.dumps({"prompt": "one and two and three"}))
     arguments = ["--requests", requests, "--model", model_folder, "--max-tokens", "12"]
     assert identity.main(arguments) == 1

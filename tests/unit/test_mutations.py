@@ -24,9 +24,9 @@ from bench.common import Prompt
 from bench.identity import IdentityCheck
 from tests.support import engines
 from tests.support.tiny_models import EOS, tiny_model, tiny_target, wrap
-from valuspec.engine import block_pool, path_kernels, two_zone
-from valuspec.engine import engine as engine_module
+from valuspec.engine import acceptance, block_pool, path_kernels, tile_kernels, two_zone
 from valuspec.engine import target as target_module
+from valuspec.engine.acceptance import Acceptance
 from valuspec.engine.attention import Attention
 from valuspec.engine.block_pool import BlockPool
 from valuspec.engine.engine import Engine
@@ -141,7 +141,7 @@ class Mutation:
     def apply(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(target_module, "attention_for", lambda *_: self.attention)
         function = inspect.getattr_static(self.owner, self.name)
-        if compiled := hasattr(function, "py_func"):
+        if hasattr(function, "py_func"):
             function = function.py_func
             monkeypatch.setattr(self.owner, "kernel", njit)  # leaves no copy on disk
         source = textwrap.dedent(inspect.getsource(function))
@@ -155,12 +155,13 @@ class Mutation:
         defined: dict[str, Any] = {}
         exec(code, vars(sys.modules[function.__module__]), defined)
         monkeypatch.setattr(self.owner, self.name, defined[function.__name__])
-        if compiled:  # compile anew what may call it
+        if hasattr(self.owner, "entry_point"):  # compile anew what may call it
+            monkeypatch.setattr(self.owner, "entry_point", lambda of, f: cfunc(of)(f))
             for name, other in list(vars(self.owner).items()):
                 if hasattr(other, "py_func"):
                     monkeypatch.setattr(self.owner, name, njit(other.py_func))
-            monkeypatch.setattr(path_kernels, "entry_point", lambda of, f: cfunc(of)(f))
-            monkeypatch.setattr(path_kernels, "entry", cache(path_kernels.entry.__wrapped__))
+                elif name.endswith("entry"):
+                    monkeypatch.setattr(self.owner, name, cache(other.__wrapped__))
 
 
 TwoZoneMutation = partial(Mutation, attention=TwoZoneAttention)
@@ -205,20 +206,20 @@ MUTATIONS = [
              "positions = self.start + np.arange(len(self))",
              "positions = self.start + np.arange(len(self)) + (self.start > 0)", reference),
     # ---- acceptance
-    Mutation("any child accepted", engine_module, "verify",
+    Mutation("any child accepted", acceptance, "verify",
              "children.get((row, token))",
              "next((r for (p, _), r in children.items() if p == row), None)"),
-    Mutation("the right token under a wrong parent accepted", engine_module, "verify",
+    Mutation("the right token under a wrong parent accepted", acceptance, "verify",
              "children.get((row, token))",
              "next((r for (_, t), r in children.items() if t == token and r > row), None)"),
     Mutation("tokens after the end kept", Sequence, "emit", "break", "pass", ending),
-    Mutation("all draws of a step from one position", Engine, "_choose",
+    Mutation("all draws of a step from one position", acceptance, "choose",
              " + ahead", "", seeded_identity),
     # ---- the KV commit
-    Mutation("accepted rows not moved", Engine, "_commit", "if places:", "if False:"),
-    Mutation("accepted rows moved one slot too far", Engine, "_commit",
+    Mutation("accepted rows not moved", Acceptance, "_commit", "if places:", "if False:"),
+    Mutation("accepted rows moved one slot too far", Acceptance, "_commit",
              "targets.append(tree.start + order)", "targets.append(tree.start + order + 1)"),
-    Mutation("the row before the accepted one moved", Engine, "_commit",
+    Mutation("the row before the accepted one moved", Acceptance, "_commit",
              "sources.append(tree.start + row)", "sources.append(tree.start + row - 1)"),
     Mutation("only keys moved", KvCache, "move", "values.index_copy_(", "(lambda *_: None)("),
     Mutation("only values moved", KvCache, "move", "keys.index_copy_(", "(lambda *_: None)("),
@@ -233,9 +234,13 @@ MUTATIONS = [
              "self.tables[sequence.place, : len(sequence.blocks)]", "_"),
     TwoZoneMutation("results of batch mates swapped", two_zone, "_build_group",
              "places.append(i * width + ", "places.append((count - 1 - i) * width + "),
-    Mutation("one row's values written for all", path_kernels, "store",
-             "key, value = qkv[row, head - 2 * heads], qkv[row, head - heads]",
-             "key, value = qkv[row, head - 2 * heads], qkv[0, head - heads]"),
+    Mutation("two rows' keys and values in one cell", path_kernels, "_store",
+             "cells[row : row + 1]", "cells[row - row % 2 : row + 1]"),
+    # ---- products
+    Mutation("rows of a second tile begin one late", tile_kernels, "_multiply",
+             "p.x + 4 * p.num_pairs * first", "p.x + 4 * p.num_pairs * (first + (chunk > 0))"),
+    Mutation("a row's sum that its neighbours know", tile_kernels, "_write_tile",
+             "multiples[row // scale]", "multiples[1]"),
     # ---- the path
     Mutation("the first of the near slots for the last", path_kernels, "_slot",
              "paths.near.shape[1] - (paths.lengths[row] - j)", "j - paths.starts[row]"),
@@ -271,7 +276,7 @@ def test_every_promised_part_is_mutated() -> None:
     assert judged >= {
         (Group, "masks"),
         (SequenceRows, "positions_and_near"),
-        (engine_module, "verify"),
-        (Engine, "_commit"),
+        (acceptance, "verify"),
+        (Acceptance, "_commit"),
         (KvCache, "move"),
     }

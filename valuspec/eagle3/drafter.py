@@ -20,7 +20,7 @@ from valuspec.eagle3.head import DraftHead
 from valuspec.eagle3.tree import TreeShape, grow
 from valuspec.engine.bits import aligned_zeros
 from valuspec.engine.kv_cache import BLOCK
-from valuspec.engine.linear import PackedLinear
+from valuspec.engine.linear import packed
 
 
 class _Pairs(NamedTuple):
@@ -218,5 +218,5 @@ def _packed(head: DraftHead) -> DraftHead:
     for module in list(head.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
-                setattr(module, name, PackedLinear(child.weight, child.bias))
+                setattr(module, name, packed(child.weight, child.bias))
     return head.requires_grad_(False)

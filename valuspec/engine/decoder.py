@@ -10,13 +10,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
 from valuspec.engine.attention import Attention
-from valuspec.engine.linear import PackedLinear
+from valuspec.engine.compiled_layers import CompiledLayers
+from valuspec.engine.linear import Linear, TiledLinear, packed
+from valuspec.engine.path_attention import PathAttention
 from valuspec.engine.ranks import RankGroup, RowSplitLinear
-from valuspec.engine.row_ops import ResidualStream, RmsNorm, Rotary
+from valuspec.engine.row_ops import Angles, ResidualStream, RmsNorm, Rotary, gated
 from valuspec.engine.rows import Rows
 from valuspec.errors import ModelError
 
@@ -28,7 +29,12 @@ STATIC_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 
 
 class Decoder(Protocol):
-    """A target model's forward pass."""
+    """A target model's forward pass.
+
+    fewest_rows: to which, or a multiple of which, a forward must be padded
+    """
+
+    fewest_rows: int
 
     def forward(self, rows: Rows, attention: Attention) -> torch.Tensor:
         """Return logits [len(rows.logit_rows), vocabulary]; `attention` was made for `rows`."""
@@ -51,16 +57,21 @@ def build_decoder(
 
 
 @dataclass(slots=True)
-class _Layer:
+class Layer:
     input_norm: RmsNorm
-    qkv: PackedLinear
+    qkv: Linear
     q_norm: RmsNorm | None
     k_norm: RmsNorm | None
-    output: PackedLinear | RowSplitLinear
+    output: Linear
     post_norm: RmsNorm
-    gate_up: PackedLinear
-    down: PackedLinear | RowSplitLinear
+    gate_up: Linear
+    down: Linear
     window: int | None
+
+    @property
+    def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
+        """In the order of a forward."""
+        return self.qkv, self.output, self.gate_up, self.down
 
 
 class LeanDecoder:
@@ -74,12 +85,17 @@ class LeanDecoder:
         self.num_kv_heads: int = len(attention.k_proj.weight) // self.head_size
         self.embedding: torch.Tensor = model.model.embed_tokens.weight.detach()
         self.norm = RmsNorm(model.model.norm.weight, config.rms_norm_eps)
-        self.head = PackedLinear(model.lm_head.weight, model.lm_head.bias)
+        self.head = packed(model.lm_head.weight, model.lm_head.bias)
         self.layers = [_pack_layer(layer, config, group) for layer in model.model.layers]
         with torch.inference_mode():
             positions = torch.arange(max_model_len, device=self.embedding.device)[None]
             cos, sin = model.model.rotary_emb(self.embedding[:1], positions)
         self.rotary = Rotary(cos[0], sin[0], attention.scaling)
+        self._compiled = CompiledLayers.of(
+            self.layers, self.norm, self.rotary, self.num_heads, self.num_kv_heads
+        )
+        tiled = self._compiled is not None and isinstance(self.head, TiledLinear)
+        self.fewest_rows = 1 if tiled else 4
         self.feature_layers: tuple[int, ...] = ()
         """Layers whose inputs a draft head wants to see, ascending."""
         self.features: torch.Tensor | None = None
@@ -89,6 +105,18 @@ class LeanDecoder:
     def forward(self, rows: Rows, attention: Attention) -> torch.Tensor:
         hidden = self.embedding.index_select(0, rows.token_ids)
         angles = self.rotary.at(rows.positions)
+        if self._compiled is not None and isinstance(attention, PathAttention):
+            x, self.features = self._compiled.forward(
+                hidden, angles, attention, feature_layers=self.feature_layers
+            )
+        else:
+            x, self.features = self._layer_by_layer(hidden, angles, attention)
+        logits: torch.Tensor = self.head(x.index_select(0, rows.logit_rows))
+        return logits
+
+    def _layer_by_layer(
+        self, hidden: torch.Tensor, angles: Angles, attention: Attention
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         heads, kv_heads, size = self.num_heads, self.num_kv_heads, self.head_size
         stream = ResidualStream(hidden)
         x = stream.norm(self.layers[0].input_norm)
@@ -105,19 +133,16 @@ class LeanDecoder:
             self.rotary.rotate(qkv, heads, kv_heads, angles)
             x = attention.attend(index, qkv, window=layer.window)
             x = stream.add(layer.output(x), layer.post_norm)
-            gate, up = layer.gate_up(x).chunk(2, dim=-1)
-            x = stream.add(layer.down(functional.silu(gate).mul_(up)), next_norm)
-        self.features = torch.cat(seen, dim=-1) if seen else None
-        logits: torch.Tensor = self.head(x.index_select(0, rows.logit_rows))
-        return logits
+            x = stream.add(layer.down(gated(layer.gate_up(x))), next_norm)
+        return x, torch.cat(seen, dim=-1) if seen else None
 
 
-def _pack_layer(layer: Any, config: Any, group: RankGroup | None) -> _Layer:
+def _pack_layer(layer: Any, config: Any, group: RankGroup | None) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
     window = getattr(attention, "sliding_window", None)
     if config.model_type == "mistral":
         window = config.sliding_window
-    return _Layer(
+    return Layer(
         input_norm=RmsNorm(layer.input_layernorm.weight, config.rms_norm_eps),
         qkv=_fuse(attention.q_proj, attention.k_proj, attention.v_proj),
         q_norm=_head_norm(attention, "q_norm", config.rms_norm_eps),
@@ -130,7 +155,7 @@ def _pack_layer(layer: Any, config: Any, group: RankGroup | None) -> _Layer:
     )
 
 
-def _over_ranks(linear: PackedLinear, group: RankGroup | None) -> PackedLinear | RowSplitLinear:
+def _over_ranks(linear: Linear, group: RankGroup | None) -> Linear:
     return linear if group is None else RowSplitLinear(linear, group)
 
 
@@ -139,12 +164,12 @@ def _head_norm(attention: Any, name: str, eps: float) -> RmsNorm | None:
     return None if norm is None else RmsNorm(norm.weight, eps)
 
 
-def _fuse(*linears: nn.Linear) -> PackedLinear:
+def _fuse(*linears: nn.Linear) -> Linear:
     """One product for several layers that read the same input."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
     if linears[0].bias is None:
-        return PackedLinear(weight)
-    return PackedLinear(weight, torch.cat([linear.bias.detach() for linear in linears]))
+        return packed(weight)
+    return packed(weight, torch.cat([linear.bias.detach() for linear in linears]))
 
 
 _IMPLEMENTATION = "valuspec"
@@ -155,6 +180,7 @@ class TransformersDecoder:
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self.fewest_rows = 4
         _pack_linears(model)
         self._attention: Attention | None = None
         self._layers_seen = 0
@@ -213,6 +239,6 @@ def _pack_linears(module: nn.Module) -> None:
     """Replace every nn.Linear below `module` by its packed counterpart."""
     for name, child in module.named_children():
         if type(child) is nn.Linear:
-            setattr(module, name, PackedLinear(child.weight, child.bias))
+            setattr(module, name, packed(child.weight, child.bias))
         else:
             _pack_linears(child)

@@ -11,26 +11,24 @@ import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
-from functools import partial
 from typing import NoReturn
 
 import numpy as np
-import torch
 
 from valuspec.cost import LiveCosts
 from valuspec.drafting.drafter import Drafter
+from valuspec.engine.acceptance import Acceptance, choose
 from valuspec.engine.block_pool import BlockPool
 from valuspec.engine.head_source import HeadChoice, HeadSource
 from valuspec.engine.kv_cache import BLOCK
+from valuspec.engine.limits import validate_request
 from valuspec.engine.places import BlockCopy, Places, blocks_for
 from valuspec.engine.proposal import Filter, Proposer, keep_by_value
 from valuspec.engine.rows import SequenceRows
-from valuspec.engine.sampling import greedy_token, sample_token
 from valuspec.engine.scheduler import PREFILL_ROWS, schedule
 from valuspec.engine.sequence import Sequence
 from valuspec.engine.target import Target
 from valuspec.engine.types import GenerationRequest, StepOutput
-from valuspec.engine.verify import Verdict, verify
 from valuspec.errors import RequestError
 from valuspec.thresholds import ThresholdSet
 from valuspec.tree import DraftTree
@@ -86,44 +84,18 @@ class Engine:
             counters=self.counters,
             head=self.head_source,
         )
+        self._acceptance = Acceptance(self._cache, self.head_source)
 
     # ---- requests
 
     def validate(self, request: GenerationRequest) -> None:
         """Raise RequestError if the request can never be served."""
-        prompt, limit = request.prompt_ids, self.target.max_model_len
-        if not prompt:
-            raise RequestError("the prompt has no tokens", param="prompt")
-        if min(prompt) < 0 or max(prompt) >= self.target.vocab_size:
-            raise RequestError(
-                f"prompt token ids must lie in 0..{self.target.vocab_size - 1}", param="prompt"
-            )
-        resumed = request.resumed_ids
-        if len(resumed) >= request.params.max_tokens or any(
-            not 0 <= token_id < self.target.vocab_size for token_id in resumed
-        ):
-            raise RequestError(
-                f"{len(resumed)} tokens cannot be resumed: they must be of the vocabulary and "
-                f"fewer than max_tokens, {request.params.max_tokens}",
-                param="resumed_ids",
-            )
-        wanted = len(prompt) + request.params.max_tokens
-        if wanted > limit:
-            raise RequestError(
-                f"This model's maximum context length is {limit} tokens, but {wanted} were "
-                f"requested ({len(prompt)} in the prompt, {request.params.max_tokens} for the "
-                "output). Shorten the prompt or lower max_tokens.",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        if blocks_for(wanted) > self.pool.num_blocks:
-            raise RequestError(
-                f"{wanted} tokens were requested ({len(prompt)} in the prompt, "
-                f"{request.params.max_tokens} for the output), but the cache of this server holds "
-                f"{self.kv_tokens} with its work space. Shorten the prompt or lower max_tokens.",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+        validate_request(
+            request,
+            vocab_size=self.target.vocab_size,
+            max_model_len=self.target.max_model_len,
+            num_blocks=self.pool.num_blocks,
+        )
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request. Raises RequestError as `validate` does, or for an id in use."""
@@ -280,7 +252,10 @@ class Engine:
         forward_s = time.perf_counter() - forward_started
         if not filling:  # the measured costs are those of decoding alone
             self.live_costs.add(batch_size=len(decoding), num_rows=num_tree_rows, seconds=forward_s)
-        outputs = self._accept(decoding, trees, logits[:num_tree_rows], forward_s)
+        features = self.target.features if self.head_source is not None else None
+        outputs = self._acceptance.accept(
+            decoding, trees, logits[:num_tree_rows], features, forward_s
+        )
         elapsed = time.perf_counter() - started
         for sequence in decoding:
             sequence.stats.decode_s += elapsed
@@ -288,67 +263,11 @@ class Engine:
             sequence.committed += len(chunk)
             sequence.stats.prefill_s += elapsed
             if sequence.committed == sequence.context and not sequence.output_ids:
-                outputs.append(sequence.emit((self._choose(sequence, last, 0),)))
-        if self.head_source is not None and (features := self.target.features) is not None:
+                outputs.append(sequence.emit((choose(sequence, last, 0),)))
+        if self.head_source is not None and features is not None:
             chunked = [(s, chunk) for (s, _), chunk in zip(filling, chunks, strict=True)]
             self.head_source.observe_chunks(chunked, features[num_tree_rows:])
         return outputs
-
-    def _accept(
-        self,
-        sequences: list[Sequence],
-        trees: list[SequenceRows],
-        logits: torch.Tensor,
-        forward_s: float,
-    ) -> list[StepOutput]:
-        """Follow the target's choices down each tree; keep what was accepted."""
-        verdicts = []
-        offset = 0
-        for sequence, tree in zip(sequences, trees, strict=True):
-            verdicts.append(self._verify(sequence, tree, logits[offset : offset + len(tree)]))
-            offset += len(tree)
-        if self.head_source is not None and (features := self.target.features) is not None:
-            self.head_source.observe_trees(sequences, trees, verdicts, features)
-        self._commit(sequences, trees, verdicts)
-        outputs = []
-        for sequence, tree, verdict in zip(sequences, trees, verdicts, strict=True):
-            sequence.stats.add_step(
-                kept=len(tree) - 1,
-                accepted=len(verdict.accepted_rows),
-                batch_size=len(sequences),
-                forward_s=forward_s,
-            )
-            outputs.append(sequence.emit(verdict.token_ids))
-        return outputs
-
-    def _verify(self, sequence: Sequence, rows: SequenceRows, logits: torch.Tensor) -> Verdict:
-        ahead = itertools.count()
-        return verify(rows, lambda row: self._choose(sequence, logits[row], next(ahead)))
-
-    def _choose(self, sequence: Sequence, logits: torch.Tensor, ahead: int) -> int:
-        """The target's token `ahead` places after the last output token."""
-        if sequence.greedy:
-            return greedy_token(logits)
-        position = len(sequence.request.prompt_ids) + len(sequence.output_ids) + ahead
-        return sample_token(logits, sequence.request.params, position)
-
-    def _commit(
-        self, sequences: list[Sequence], rows: list[SequenceRows], verdicts: list[Verdict]
-    ) -> None:
-        """Move the accepted rows' keys and values behind the pending token's, all at once."""
-        places: list[int] = []
-        sources: list[int] = []
-        targets: list[int] = []
-        for sequence, tree, verdict in zip(sequences, rows, verdicts, strict=True):
-            for order, row in enumerate(verdict.accepted_rows, start=1):
-                if row != order:
-                    places.append(sequence.place)
-                    sources.append(tree.start + row)
-                    targets.append(tree.start + order)
-            sequence.committed += 1 + len(verdict.accepted_rows)
-        if places:
-            cells = partial(self._cache.cells, np.array(places))
-            self._cache.move(cells(np.array(sources)), cells(np.array(targets)))
 
 
 def _next_chunk(sequence: Sequence, num_rows: int) -> SequenceRows:

@@ -22,9 +22,11 @@ takes a fraction of the time of matrix products, whose fixed costs dominate ther
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from valuspec.engine import path_kernels, team
 from valuspec.engine.bits import aligned_zeros, as_numpy
@@ -58,7 +60,7 @@ class PathAttention:
         per_head = max(QUERIES, cache.group_size)
         floats = path_kernels.floats_of_scratch(per_head, cache.head_size, BLOCK, longest)
         self._scratch = aligned_zeros((self._num_threads, floats), np.float32)
-        self._taken = np.zeros(2, np.int64)
+        self._taken = np.zeros(3, np.int64)
         self._near = np.ascontiguousarray(rows.near)
         self._work = path_kernels.entry(self._keys.dtype.type)
         self._call = Call(
@@ -66,6 +68,7 @@ class PathAttention:
             out=self._out.data_ptr(),
             tables=cache.tables.ctypes.data,
             near=self._near.ctypes.data,
+            cells=self._cells.ctypes.data,
             groups=self._groups.ctypes.data,
             scratch=self._scratch.ctypes.data,
             num_rows=rows.num_rows,
@@ -101,6 +104,29 @@ class PathAttention:
         call.softcap = softcap or 0.0
         self._taken[:] = 0
         team.run(self._work.address, ctypes.addressof(call), self._num_threads)
+        return self._out
+
+    def prepare(
+        self, calls: NDArray[np.void], qkv: int, windows: Sequence[int | None], num_threads: int
+    ) -> torch.Tensor:
+        """Write down what `store_entry` and `entry` are to be given for each layer.
+
+        calls: [layers] of `Call`, valid as long as this object; qkv: address of what `attend` takes
+        windows: by layer; num_threads: most that will come
+        Returns where every layer's output will be, [padded rows, heads * head size].
+        """
+        layers = np.arange(len(calls))
+        self._taken = np.zeros((len(calls), 3), np.int64)
+        self._scratch = aligned_zeros((num_threads, self._call.floats_each), np.float32)
+        self._call.qkv, self._call.scratch = qkv, self._scratch.ctypes.data
+        calls[:] = np.frombuffer(bytes(self._call), calls.dtype)
+        for name, of_layers in (
+            ("taken", self._taken),
+            ("keys", self._keys),
+            ("values", self._values),
+        ):
+            calls[name] = of_layers.ctypes.data + layers * of_layers.strides[0]
+        calls["paths"] = [self._through(window).ctypes.data for window in windows]
         return self._out
 
     def _through(self, window: int | None) -> Int64Array:

@@ -39,7 +39,7 @@ class Call(ctypes.Structure):
     """
 
     _fields_ = (
-        ("taken", ctypes.c_int64),  # -> int64 [2], zeros: threads that came, units they took
+        ("taken", ctypes.c_int64),  # -> int64 [3], zeros: threads that came, units and rows taken
         ("qkv", ctypes.c_int64),  # -> [rows, heads + 2 * kv heads, head size], queries first
         ("out", ctypes.c_int64),  # -> [rows, heads, head size]
         ("keys", ctypes.c_int64),  # -> [blocks, kv heads, head size, block size], of the layer
@@ -47,6 +47,7 @@ class Call(ctypes.Structure):
         ("tables", ctypes.c_int64),  # -> int64 [sequences, blocks of each], of the cache
         ("paths", ctypes.c_int64),  # -> int64 [4, rows], see `Paths`
         ("near", ctypes.c_int64),  # -> int64 [rows, slots near by]
+        ("cells", ctypes.c_int64),  # -> int64 [rows]: where a row's key and value go
         ("groups", ctypes.c_int64),  # -> int64 [groups, 2]: first and last row + 1
         ("scratch", ctypes.c_int64),  # -> float32 [threads, floats of each], see `Scratch`
         ("num_rows", ctypes.c_int64),
@@ -179,8 +180,35 @@ def entry(stored: type[np.int16] | type[np.float32]) -> EntryPoint:
 
     stored: what numbers the cache holds, fp32 or the bits of bf16
     """
-    of_call = types.void(types.CPointer(from_dtype(np.dtype(Call))))  # type: ignore[no-untyped-call]
-    return entry_point(of_call, _attend_bf16 if stored is np.int16 else _attend_fp32)
+    return entry_point(_of_call(), _attend_bf16 if stored is np.int16 else _attend_fp32)
+
+
+@memoize
+def store_entry() -> EntryPoint:
+    """`void store(Call *)` for bits of bf16, to be done before any thread attends."""
+    return entry_point(_of_call(), _store_bf16)
+
+
+def _of_call() -> Any:
+    return types.void(types.CPointer(from_dtype(np.dtype(Call))))  # type: ignore[no-untyped-call]
+
+
+def _store_bf16(call: Any) -> None:
+    _store(carray(call, 1)[0])
+
+
+@kernel
+def _store(c: Any) -> None:
+    """This thread's share of the rows."""
+    heads, size = c.num_kv_heads, c.head_size
+    qkv = carray(_pointer(c.qkv), (c.num_rows, c.num_heads + 2 * heads, size), np.int16)
+    keys = carray(_pointer(c.keys), (c.num_blocks, heads, size, c.block_size), np.int16)
+    values = carray(_pointer(c.values), (c.num_blocks, heads, c.block_size, c.value_size), np.int16)
+    cells = carray(_pointer(c.cells), (c.num_rows,), np.int64)
+    row = _take(c.taken + 16)
+    while row < c.num_rows:
+        store(qkv[row : row + 1], keys, values, cells[row : row + 1])
+        row = _take(c.taken + 16)
 
 
 def _attend_bf16(call: Any) -> None:

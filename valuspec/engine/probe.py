@@ -39,16 +39,16 @@ class ProbeResult:
 
 
 def choose_exact_mode(target: Target) -> tuple[ExactMode, int]:
-    """Fastest mode that passes the probe, with its row padding; ("fast", 4) if none does."""
+    """Fastest mode that passes the probe, with its row padding; "fast" if none does."""
     modes: tuple[tuple[ExactMode, int], ...] = (
-        ("rows", 4),
+        ("rows", target.decoder.fewest_rows),
         ("envelope", ENVELOPE),
     )
     for mode, min_width in modes:
         target.min_width = min_width
         if probe(target).exact:
             return mode, min_width
-    return "fast", 4
+    return "fast", target.decoder.fewest_rows
 
 
 def probe(target: Target, *, num_trees: int = 12, seed: int = 0) -> ProbeResult:

@@ -6,15 +6,12 @@ torch would take three to seven operations, and a decoding step pays for each in
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn import functional
 
+from valuspec.engine import row_kernels
 from valuspec.engine.bits import as_numpy
-from valuspec.jit import kernel
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of rows, [num_rows, head size] each."""
@@ -38,7 +35,7 @@ class RmsNorm:
             x.copy_(functional.rms_norm(x, x.shape[-1:], self.weight, self.eps))
             return
         bits = as_numpy(x)
-        _norm(bits, self.scale, np.float32(self.eps), bits)
+        row_kernels.norm(bits, self.scale, np.float32(self.eps), bits)
 
 
 class ResidualStream:
@@ -60,7 +57,8 @@ class ResidualStream:
         """Norm of the hidden state; valid until the next."""
         if norm.scale is None:
             return functional.rms_norm(self._hidden, self._hidden.shape[-1:], norm.weight, norm.eps)
-        _norm(self._bits[:, None], norm.scale, np.float32(norm.eps), self._normed_bits[:, None])
+        bits, normed = self._bits[:, None], self._normed_bits[:, None]
+        row_kernels.norm(bits, norm.scale, np.float32(norm.eps), normed)
         return self._normed
 
     def add(self, residual: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
@@ -69,7 +67,7 @@ class ResidualStream:
             self._hidden.add_(residual)
             return self.norm(norm)
         arguments = (norm.scale, np.float32(norm.eps), self._normed_bits)
-        _add_and_norm(self._bits, as_numpy(residual), *arguments)
+        row_kernels.add_and_norm(self._bits, as_numpy(residual), *arguments)
         return self._normed
 
 
@@ -80,7 +78,8 @@ class Rotary:
     """
 
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor, scaling: float) -> None:
-        self._scaling = scaling
+        self.scaling = scaling
+        self.size = cos.shape[1]
         # The rotated half enters with a sign: (-x2, x1) * sin == (x2, x1) * (-sin, sin).
         sign = torch.ones_like(sin[0])
         sign[: len(sign) // 2] = -1
@@ -99,72 +98,22 @@ class Rotary:
         """
         cos, sin = angles
         if self._compiled:
-            scaling = np.float32(self._scaling)
-            _rotate(as_numpy(heads), num_queries, num_keys, cos.numpy(), sin.numpy(), scaling)
+            scaling = np.float32(self.scaling)
+            bits = as_numpy(heads)
+            row_kernels.rotate(bits, num_queries, num_keys, cos.numpy(), sin.numpy(), scaling)
             return
         x = heads[:, : num_queries + num_keys]
         turned = x.roll(x.shape[-1] // 2, -1)
         torch.addcmul(x * cos[:, None], turned, sin[:, None], out=x)
-        x[:, :num_queries] *= self._scaling
+        x[:, :num_queries] *= self.scaling
 
 
-# -- loops over bits of bf16 ----------------------------------------------------------------------
-# `_widen` and `_narrow` stand in `path_kernels` too: kernels call only those of their own file.
-
-
-@kernel
-def _widen(bits: Any) -> Any:
-    return np.int32(np.int32(bits) << np.int32(16)).view(np.float32)
-
-
-@kernel
-def _narrow(value: Any) -> Any:
-    """To nearest even."""
-    bits = np.float32(value).view(np.uint32)
-    odd = (bits >> np.uint32(16)) & np.uint32(1)
-    return np.int16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
-
-
-@kernel
-def _norm(x: Any, scale: NDArray[np.float32], eps: Any, y: Any) -> None:
-    for row in range(x.shape[0]):
-        for head in range(x.shape[1]):
-            _norm_row(x[row, head], scale, eps, y[row, head])
-
-
-@kernel
-def _add_and_norm(x: Any, residual: Any, scale: NDArray[np.float32], eps: Any, y: Any) -> None:
-    for row in range(x.shape[0]):
-        values, added = x[row], residual[row]
-        for i in range(values.size):
-            values[i] = _narrow(_widen(values[i]) + _widen(added[i]))
-        _norm_row(values, scale, eps, y[row])
-
-
-@kernel
-def _norm_row(x: Any, scale: NDArray[np.float32], eps: Any, y: Any) -> None:
-    total = np.float32(0)
-    for i in range(x.size):
-        total += _widen(x[i]) * _widen(x[i])
-    factor = np.float32(1) / np.sqrt(total / np.float32(x.size) + eps)
-    for i in range(x.size):
-        y[i] = _narrow(_widen(x[i]) * factor * scale[i])
-
-
-@kernel
-def _rotate(x: Any, num_queries: int, num_keys: int, cos: Any, sin: Any, scaling: Any) -> None:
-    for row in range(x.shape[0]):
-        for head in range(num_queries):
-            _rotate_head(x[row, head], cos[row], sin[row], scaling)
-        for head in range(num_queries, num_queries + num_keys):
-            _rotate_head(x[row, head], cos[row], sin[row], np.float32(1))
-
-
-@kernel
-def _rotate_head(x: Any, cos: Any, sin: Any, factor: Any) -> None:
-    half = x.size // 2
-    low, high = x[:half], x[half:]
-    for i in range(half):
-        a, b = _widen(low[i]), _widen(high[i])
-        low[i] = _narrow((a * cos[i] + b * sin[i]) * factor)
-        high[i] = _narrow((b * cos[half + i] + a * sin[half + i]) * factor)
+def gated(gate_and_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, of [num_rows, 2 * size]."""
+    if not _compiled_for(gate_and_up):
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        return functional.silu(gate).mul_(up)
+    num_rows, width = gate_and_up.shape
+    product = gate_and_up.new_empty((num_rows, width // 2))
+    row_kernels.gate(as_numpy(gate_and_up.view(num_rows, 2, -1)), as_numpy(product))
+    return product

@@ -108,10 +108,13 @@ class Rows:
 def padded_width(num_rows: int, min_width: int = 4) -> int:
     """Rows to compute for `num_rows` wanted ones: a multiple of `min_width`, in few shapes.
 
-    A single row takes another kernel (matrix-vector) that rounds differently, fp32 kernels take
-    four rows at a time, and bf16 kernels are slower for two rows than for four. Every new shape
-    costs a kernel compilation once, so shapes are stepped: 4, 8, .. 64, 96, 128, ..
+    To the products of libraries, a single row is another kernel (matrix-vector) that rounds
+    differently, fp32 kernels take four rows at a time, and bf16 kernels are slower for two rows
+    than for four. Every new shape costs a kernel compilation once, so shapes are stepped: 4, 8, ..
+    64, 96, 128, .. Where `min_width` is 1 nothing of this holds, and nothing is padded.
     """
+    if min_width == 1:
+        return num_rows
     step = max(min_width, 4 if num_rows <= 64 else 32)
     return -(-num_rows // step) * step
 

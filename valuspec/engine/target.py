@@ -132,6 +132,7 @@ class Target:
             dtype=weight.dtype,
             device=weight.device,
             attention=attention,
+            min_width=decoder.fewest_rows,
             # Sums over ranks are no part of a recording.
             graphs=graphs_for(decoder, attention, weight.device) if group is None else None,
             num_ranks=num_ranks,

@@ -29,6 +29,21 @@ def run(work: int, argument: int, num_threads: int) -> None:
         _team()(work, argument, num_threads)
 
 
+def size() -> int:
+    """Threads that come when all threads of torch are called: fewer where a limit says so."""
+    return _size(torch.get_num_threads())
+
+
+@memoize
+def _size(num_threads: int) -> int:
+    came: list[None] = []
+    work = _Work(lambda _: came.append(None))
+    address = ctypes.cast(work, ctypes.c_void_p).value
+    assert address is not None
+    run(address, 0, num_threads)
+    return len(came)
+
+
 def bind() -> None:
     """Keep every thread of the caller's team, the caller's own too, on a core of its own.
 
