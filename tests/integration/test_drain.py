@@ -17,7 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.faults.site import free_port, save_tiny_model, wait_for
+from bench.ports import free_port
+from tests.faults.site import save_tiny_model, wait_for
 from tests.support.processes import find
 
 pytestmark = pytest.mark.ray

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import pytest
 import ray
 from ray.job_submission import JobStatus, JobSubmissionClient
 
+from bench.ports import free_port
 from jobs import submit
 from retrieval.embedded import EmbeddedValkey
 from retrieval.threshold_store import Pointer, ThresholdStore
@@ -37,9 +37,7 @@ def cluster(monkeypatch) -> Iterator[str]:
     """Address of the dashboard of a Ray on this machine, whose jobs use this interpreter."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ray.init(
         "local", num_cpus=2, include_dashboard=True, dashboard_port=port, log_to_driver=False
     )  # fmt: skip
