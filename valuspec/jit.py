@@ -16,8 +16,11 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def kernel(function: F) -> F:
-    """Compile `function` to machine code on first call; releases the GIL while it runs."""
-    return cast(F, njit(cache=True, nogil=True)(function))
+    """Compile `function` to machine code on first call; releases the GIL while it runs.
+
+    Division by zero is not looked for: looking would keep loops with a division from vectors.
+    """
+    return cast(F, njit(cache=True, nogil=True, error_model="numpy")(function))
 
 
 class EntryPoint(Protocol):
