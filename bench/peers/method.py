@@ -97,7 +97,7 @@ def _commands() -> str:
     return (
         "```\npython -m bench.peers --data DIR --out results.json          # hours\n"
         "python -m bench.peers --data DIR --out quick.json --quick    # about ten minutes\n"
-        "python -m bench.peers.page results.json docs/benchmarks.md\n```"
+        "python -m bench.peers.page results.json docs/benchmarks.md README.md\n```"
     )
 
 

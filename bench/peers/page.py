@@ -1,6 +1,6 @@
-"""Make docs/benchmarks.md and its plots from results.
+"""Make docs/benchmarks.md and its plots, and the README's table, from results.
 
-    python -m bench.peers.page RESULTS.json docs/benchmarks.md
+    python -m bench.peers.page RESULTS.json docs/benchmarks.md README.md
 
 A file beside the results, RESULTS.notes.md, is taken into the page: what the figures cannot say.
 """
@@ -21,6 +21,11 @@ from bench.peers.results import Figures
 from bench.peers.systems import CURVE, OURS, SYSTEMS, System
 
 NONE = "-"
+SUMMARISED = ("transformers-plain", "transformers-lookup", "llama-plain", "vllm-plain",
+              "vllm-ngram", "vllm-suffix", "ours-plain", OURS)  # fmt: skip
+"""Systems of the README's table."""
+BEGIN, END = "<!-- peers: made by bench.peers.page -->", "<!-- /peers -->"
+"""Around it."""
 
 
 def render(data: dict[str, Any], notes: str = "") -> str:
@@ -50,6 +55,29 @@ def render(data: dict[str, Any], notes: str = "") -> str:
     parts += ["## Where others are faster", _losses(book), notes.strip()]
     parts += ["## How it was measured", *method.sections(data)]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def summary(data: dict[str, Any]) -> str:
+    """Tokens per second of the best known systems, at the workloads looked at closely."""
+    book = Book(data)
+    workloads = [w for w in book.workloads if w in CLOSE_LOOK]
+    columns = [(w, n) for w in workloads for n in (1, 8)]
+
+    def row(system: System) -> list[str]:
+        found = [book.warm(w, n, system.name) for w, n in columns]
+        return [system.title, *(_number(f.tok_s if f else None, ".0f") for f in found)]
+
+    systems = [SYSTEMS[name] for name in SUMMARISED if SYSTEMS[name] in book.systems()]
+    return table(["tokens/s", *(f"{w} x{n}" for w, n in columns)], [row(s) for s in systems])
+
+
+def with_summary(readme: str, data: dict[str, Any]) -> str:
+    """The README with its table made anew. Raises ValueError where it has no place for one."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"no lines {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{summary(data)}\n\n{END}{after}"
 
 
 def _grid(book: Book, systems: Sequence[System], cell: Callable[[str, System], str]) -> str:
@@ -207,10 +235,12 @@ def _losses(book: Book) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     from bench.peers.plots import draw
 
-    results, page = map(Path, argv or sys.argv[1:])
+    results, page, *readmes = map(Path, argv or sys.argv[1:])
     data = json.loads(results.read_text())
     notes = results.with_suffix(".notes.md")
     page.write_text(render(data, notes.read_text() if notes.is_file() else ""))
+    for readme in readmes:
+        readme.write_text(with_summary(readme.read_text(), data))
     if data["cells"]:
         draw(Book(data), page.with_suffix(""))
     return 0

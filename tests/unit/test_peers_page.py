@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.peers.figures import Book
-from bench.peers.page import main, render
+from bench.peers.page import BEGIN, END, main, render, summary, with_summary
 from bench.peers.plan import CLOSE_LOOK, STREAMS, cells, rounds
 from bench.peers.systems import OURS, SYSTEMS
 
@@ -105,6 +105,19 @@ def test_results_without_a_single_figure_make_a_page_that_says_so() -> None:
     assert "|" not in page, "no empty tables"
 
 
+def test_the_readmes_table_has_the_systems_and_the_workloads_looked_at_closely() -> None:
+    data = made_up("dolly", "spider")
+    readme = with_summary(f"before\n{BEGIN}\nold\n{END}\nafter\n", data)
+    assert readme.startswith(f"before\n{BEGIN}\n\n| tokens/s | spider x1 | spider x8 |\n")
+    assert "| vLLM, suffix decoding | 10 | 10 |" in readme
+    assert "| ValuSpec | 15 | 15 |" in readme
+    assert "old" not in readme
+    assert readme.endswith(f"{END}\nafter\n")
+    assert with_summary(readme, data) == readme
+    with pytest.raises(ValueError, match="no lines"):
+        with_summary("a file without a place", data)
+
+
 def test_page_and_pictures_come_from_the_results_alone(tmp_path: Path) -> None:
     results, page = tmp_path / "r.json", tmp_path / "page.md"
     results.write_text(json.dumps(made_up("gsm8k", "spider")))
@@ -127,6 +140,10 @@ def test_the_published_page_is_made_from_the_published_results(published) -> Non
     assert (ROOT / "docs" / "benchmarks.md").read_text() == page, (
         "run: python -m bench.peers.page bench/results/peers.json docs/benchmarks.md"
     )
+
+
+def test_the_readmes_table_is_made_from_the_published_results(published: dict[str, Any]) -> None:
+    assert summary(published) in (ROOT / "README.md").read_text()
 
 
 def test_ours_gives_its_own_plain_answers_in_the_published_results(published) -> None:

@@ -36,6 +36,9 @@ class LlamaCpp(Stateless):
             n_threads=threads,
             n_threads_batch=threads,
             draft_model=self._draft,
+            # With a draft the library keeps all logits, but makes room for them only if told so:
+            # a prompt longer than a batch would fail.
+            logits_all=lookup,
             verbose=False,
         )
         self._evaluations = 0
