@@ -109,8 +109,8 @@ def test_the_readmes_table_has_the_systems_and_the_workloads_looked_at_closely()
     data = made_up("dolly", "spider")
     readme = with_summary(f"before\n{BEGIN}\nold\n{END}\nafter\n", data)
     assert readme.startswith(f"before\n{BEGIN}\n\n| tokens/s | spider x1 | spider x8 |\n")
-    assert "| vLLM, suffix decoding | 10 | 10 |" in readme
-    assert "| ValuSpec | 15 | 15 |" in readme
+    assert "| vLLM, suffix decoding | 10 | 100 |" in readme
+    assert "| ValuSpec | 15 | 150 |" in readme
     assert "old" not in readme
     assert readme.endswith(f"{END}\nafter\n")
     assert with_summary(readme, data) == readme
