@@ -18,8 +18,8 @@ from valuspec.errors import ThresholdError
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 """Where c(n) is measured."""
 STAIRS = (5, 9, 13, 17)
-"""Where it is measured as well for a request that is alone: kernels take rows by fours, and the
-fourth costs next to nothing, the fifth as much as the eighth."""
+"""Where it is measured as well for a request that is alone: library kernels take rows by
+fours, and the fourth costs next to nothing, the fifth as much as the eighth."""
 MIN_FORWARDS = 16
 """Fewer timed forwards say nothing about a point of a staircase."""
 WINDOW = 1024

@@ -16,3 +16,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def threads_of_torch() -> Iterator[None]:
+    """For tests that set how many threads torch has: afterwards it has what it had."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -17,16 +15,12 @@ from valuspec.engine.probe import choose_exact_mode, random_tree
 from valuspec.engine.rows import SequenceRows
 from valuspec.engine.target import Target
 
-pytestmark = pytest.mark.skipif(
-    not tile_kernels.supported(), reason="this processor has no AVX512-BF16, or has AMX"
-)
-
-
-@pytest.fixture(autouse=True)
-def threads_of_torch() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = [
+    pytest.mark.usefixtures("threads_of_torch"),
+    pytest.mark.skipif(
+        not tile_kernels.supported(), reason="this processor has no AVX512-BF16, or has AMX"
+    ),
+]
 
 
 def forwards(target: Target) -> list[torch.Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -12,14 +10,8 @@ from valuspec.engine import row_kernels, team
 from valuspec.engine.program import Program, Step
 from valuspec.engine.row_kernels import RowsCopy
 
+pytestmark = pytest.mark.usefixtures("threads_of_torch")
 ROWS, SIZE, STEPS = 37, 96, 300
-
-
-@pytest.fixture(autouse=True)
-def threads_of_torch() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def relay(buffers: np.ndarray) -> tuple[Program, np.ndarray]:

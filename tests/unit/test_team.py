@@ -6,7 +6,6 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -17,19 +16,14 @@ from valuspec.engine import path_attention, team
 from valuspec.engine.kv_cache import own_blocks
 from valuspec.engine.rows import SequenceRows
 
+pytestmark = pytest.mark.usefixtures("threads_of_torch")
+
 
 @pytest.fixture(params=["openmp", "pool"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "pool":
         monkeypatch.setattr(team, "_team", lambda: team._run_in_pool)
     return str(request.param)
-
-
-@pytest.fixture(autouse=True)
-def threads_of_torch() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,16 +15,12 @@ from valuspec.engine.bits import Slabs
 from valuspec.engine.linear import PackedLinear, TiledLinear, packed
 from valuspec.engine.tile_kernels import OUTPUTS, ROWS
 
-pytestmark = pytest.mark.skipif(
-    not tile_kernels.supported(), reason="this processor has no AVX512-BF16, or has AMX"
-)
-
-
-@pytest.fixture(autouse=True)
-def threads_of_torch() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = [
+    pytest.mark.usefixtures("threads_of_torch"),
+    pytest.mark.skipif(
+        not tile_kernels.supported(), reason="this processor has no AVX512-BF16, or has AMX"
+    ),
+]
 
 
 def numbers(seed: int, *shape: int) -> torch.Tensor:
@@ -102,3 +98,15 @@ def test_arrays_of_a_slab_are_apart_aligned_and_zero() -> None:
         assert not array.any()
         array[:] = number
     assert [set(np.unique(array)) for array in arrays] == [{n} for n in range(1, 7)]
+
+
+def test_slabs_are_shared_between_threads() -> None:
+    slabs = Slabs()
+
+    def take(number: int) -> np.ndarray:
+        arrays = [slabs.zeros((16,), np.int32) for _ in range(500)]
+        return np.array([array.ctypes.data for array in arrays])
+
+    with ThreadPoolExecutor(8) as pool:
+        addresses = np.concatenate(list(pool.map(take, range(8))))
+    assert len(np.unique(addresses)) == len(addresses)

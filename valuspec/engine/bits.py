@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import numpy as np
@@ -40,16 +41,18 @@ class Slabs:
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # models may be loaded side by side
         self._slab: Any = np.zeros(0, np.uint8)
 
     def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         """An array that begins at a cache line."""
         size = math.prod(shape) * np.dtype(dtype).itemsize
         padded = -(-size // CACHE_LINE) * CACHE_LINE
-        if padded > len(self._slab):
-            # numpy asks for huge pages for arrays as large as this, where the system leaves it to
-            # programs; they begin at whole ones.
-            raw = np.zeros(max(padded, _SLAB) + _HUGE_PAGE, np.uint8)
-            self._slab = raw[-raw.ctypes.data % _HUGE_PAGE :]
-        part, self._slab = self._slab[:padded], self._slab[padded:]
+        with self._lock:
+            if padded > len(self._slab):
+                # numpy asks for huge pages for arrays as large as this, where the system leaves it
+                # to programs; they begin at whole ones.
+                raw = np.zeros(max(padded, _SLAB) + _HUGE_PAGE, np.uint8)
+                self._slab = raw[-raw.ctypes.data % _HUGE_PAGE :]
+            part, self._slab = self._slab[:padded], self._slab[padded:]
         return part[:size].view(dtype).reshape(shape)

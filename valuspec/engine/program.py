@@ -94,6 +94,7 @@ def _meet(run: Any, everyone: int) -> None:
 
 
 # -- what the compiler is told by hand ------------------------------------------------------------
+# `_pointer` stands in the other files of kernels too: see `valuspec.jit`.
 
 
 def _compile_pointer(_context: Any, address: Any) -> tuple[Any, Callable[..., Any]]:

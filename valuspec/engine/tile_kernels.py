@@ -88,6 +88,7 @@ def _multiply(product: Any) -> None:
 
 
 # -- what the compiler is told by hand ------------------------------------------------------------
+# `_take` stands in the other files of kernels too: see `valuspec.jit`.
 
 
 def _compile_address(_context: Any, pointer: Any) -> tuple[Any, Callable[..., Any]]:
