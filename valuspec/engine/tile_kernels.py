@@ -2,10 +2,10 @@
 
     y[row, n] = bias[n] + sum over k of x[row, k] w[n, k]
 
-The sum is kept in fp32 and grows by two products at a time, in the order of k, whatever the number
-of rows: the instruction is VDPBF16PS (AVX512-BF16), sixteen sums at once. So a row's bits cannot
-depend on other rows, and a forward of few rows takes the time that its weights take to come from
-memory.
+The sum is kept in fp32 and grows in the order of k, whatever the number of rows: by two products at
+a time where the processor has an instruction for that, VDPBF16PS (AVX512-BF16), else by one, fused.
+So a row's bits cannot depend on other rows, and a forward of few rows takes the time that its
+weights take to come from memory.
 
 Weights lie as the loop reads them: in units of OUTPUTS outputs, of each pair after pair, of each
 pair all outputs. A unit is small enough for a core's cache, where it stays while the rows pass by,
@@ -17,21 +17,38 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import cache as memoize
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from llvmlite import binding, ir
 from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 from numba.core import cgutils
+from numba.core import config as numba_config
 from numba.extending import intrinsic
 
-from valuspec.jit import EntryPoint, entry_point
+from valuspec.jit import EntryPoint, entry_point, kernel
 
-LANES = 16
+
+def _features() -> set[str]:
+    """What the compiler may use of this processor: all, or what NUMBA_CPU_FEATURES leaves."""
+    said = numba_config.CPU_FEATURES  # type: ignore[attr-defined]
+    if said is not None:
+        return {name[1:] for name in said.split(",") if name.startswith("+")}
+    return {name for name, has in binding.get_host_cpu_features().items() if has}
+
+
+#: Whether products are added two at a time.
+IN_TWOS = "avx512bf16" in _features()
+LANES = 16 if IN_TWOS else 8
 #: Outputs of a unit: two vector registers of sums for each row.
 OUTPUTS = 2 * LANES
-#: Rows whose sums fit the registers, beside the weights of one pair.
-ROWS = 12
+#: Rows whose sums fit the registers (32, or 16 of AVX2), beside the weights of one pair.
+ROWS = 12 if IN_TWOS else 6
+#: Rows that are widened to fp32 at a time, where they are: what fits a core's cache.
+BLOCK = 48
+#: Of a pair of x.
+X_BYTES = 4 if IN_TWOS else 8
 
 binding.initialize_native_asmparser()
 
@@ -53,9 +70,14 @@ class Product(ctypes.Structure):
 
 @memoize
 def supported() -> bool:
-    """Whether this processor has the instruction, and nothing better for many rows (AMX)."""
-    features = binding.get_host_cpu_features()
-    return bool(features.get("avx512bf16")) and not features.get("amx-bf16")
+    """Whether tiles are the fastest that this processor has for bf16.
+
+    oneDNN is where it can use an instruction for many rows (AMX), and is taken where it knows bf16
+    at all and products are not added in twos here.
+    """
+    if IN_TWOS:
+        return "amx-bf16" not in _features()
+    return {"avx2", "fma"} <= _features() and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 @memoize
@@ -67,28 +89,47 @@ def entry() -> EntryPoint:
 
 def _multiply(product: Any) -> None:
     p = carray(product, 1)[0]
+    x = carray(_pointer(p.x), (p.num_rows, 2 * p.num_pairs), np.int16)
     unit_bytes = 4 * OUTPUTS * p.num_pairs
-    chunks = -(-p.num_rows // ROWS)
+    blocks = 1 if IN_TWOS else -(-p.num_rows // BLOCK)
+    widened, widened_block = np.empty((0 if IN_TWOS else min(BLOCK, p.num_rows), x.shape[1]), np.float32), -1
     counter = _address(product)
-    unit = _take(counter)
-    while unit < p.num_units:
+    item, following = _take(counter), _take(counter)
+    while item < blocks * p.num_units:
+        block, unit = item // p.num_units, item % p.num_units
+        begin, end = p.num_rows * block // blocks, p.num_rows * (block + 1) // blocks
+        rows, row_bytes = p.x, 4 * p.num_pairs
+        if not IN_TWOS:
+            if block != widened_block:
+                _widen_rows(x[begin:end], widened)
+                widened_block = block
+            rows, row_bytes = widened.ctypes.data, 8 * p.num_pairs
+        chunks = -(-(end - begin) // ROWS)
         for chunk in range(chunks):  # as even as can be: a tile of one row takes as long as of four
-            first = p.num_rows * chunk // chunks
-            count = p.num_rows * (chunk + 1) // chunks - first
+            first = (end - begin) * chunk // chunks
+            count = (end - begin) * (chunk + 1) // chunks - first
             _tile(
                 count,
-                p.x + 4 * p.num_pairs * first,
+                rows + row_bytes * first,
                 p.weight + unit_bytes * unit,
                 p.num_pairs,
                 p.bias + 4 * OUTPUTS * unit,
-                p.y + 2 * OUTPUTS * (p.num_units * first + unit),
+                p.y + 2 * OUTPUTS * (p.num_units * (begin + first) + unit),
                 2 * OUTPUTS * p.num_units,
+                p.weight + unit_bytes * (following % p.num_units),
             )
-        unit = _take(counter)
+        item, following = following, _take(counter)
+
+
+@kernel
+def _widen_rows(x: Any, y: Any) -> None:
+    for row in range(x.shape[0]):
+        for k in range(x.shape[1]):
+            y[row, k] = np.int32(np.int32(x[row, k]) << np.int32(16)).view(np.float32)
 
 
 # -- what the compiler is told by hand ------------------------------------------------------------
-# `_take` stands in the other files of kernels too: see `valuspec.jit`.
+# `_take` and `_pointer` stand in the other files of kernels too: see `valuspec.jit`.
 
 
 def _compile_address(_context: Any, pointer: Any) -> tuple[Any, Callable[..., Any]]:
@@ -106,8 +147,15 @@ def _compile_take(_context: Any, address: Any) -> tuple[Any, Callable[..., Any]]
     return types.int64(types.int64), generate
 
 
+def _compile_pointer(_context: Any, address: Any) -> tuple[Any, Callable[..., Any]]:
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
 def _compile_tile(
-    _context: Any, rows: Any, x: Any, weight: Any, num_pairs: Any, bias: Any, y: Any, y_stride: Any
+    _context: Any, rows: Any, x: Any, weight: Any, num_pairs: Any, bias: Any, y: Any, y_stride: Any, ahead: Any
 ) -> tuple[Any, Callable[..., Any]]:
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         count, *rest = arguments
@@ -121,29 +169,19 @@ def _compile_tile(
             builder.branch(done)
         builder.position_at_end(done)
 
-    return types.void(*[types.int64] * 7), generate
+    return types.void(*[types.int64] * 8), generate
 
 
 def _write_tile(
-    builder: Any, rows: int, x: Any, weight: Any, num_pairs: Any, bias: Any, y: Any, y_stride: Any
+    builder: Any, rows: int, x: Any, weight: Any, num_pairs: Any, bias: Any, y: Any, y_stride: Any, ahead: Any
 ) -> None:
     """A loop over pairs, in which each row has two vectors of sums."""
     int64, lanes = ir.IntType(64), ir.VectorType(ir.FloatType(), LANES)
     halves = range(OUTPUTS // LANES)
     # Row r of x lies at x + (an odd multiple of the stride) * 1, 2, 4 or 8: few registers.
-    stride = builder.mul(num_pairs, int64(4))
+    stride = builder.mul(num_pairs, int64(X_BYTES))
     multiples = {odd: builder.mul(stride, int64(odd)) for odd in range(1, rows, 2)}
-
-    def add_products(total: Any, weights: Any, pair: Any, row: int) -> Any:
-        scale = row & -row
-        place = f"($3,$4,{scale})" if row else "($3)"
-        operands = [total, weights, pair, *([multiples[row // scale]] if row else [])]
-        instruction = ir.InlineAsm(
-            ir.FunctionType(lanes, [operand.type for operand in operands]),
-            f"vdpbf16ps {place}{{1to16}}, $2, $0",
-            "=v,0,v,r" + ",r" * bool(row),
-        )
-        return builder.call(instruction, operands)
+    add_pair = _add_in_twos if IN_TWOS else _add_one_by_one
 
     before, loop = builder.block, builder.append_basic_block("pairs")
     after = builder.append_basic_block("sums")
@@ -151,12 +189,14 @@ def _write_tile(
     builder.position_at_end(loop)
     k = builder.phi(int64)
     sums = [[builder.phi(lanes) for _ in halves] for _ in range(rows)]
-    pair = builder.add(x, builder.shl(k, int64(2)))
-    weights = [_load(builder, weight, _offset(builder, k, half), lanes, 64) for half in halves]
-    grown = [
-        [add_products(total, w, pair, row) for total, w in zip(sums[row], weights, strict=True)]
-        for row in range(rows)
-    ]
+    pair = builder.add(x, builder.mul(k, int64(X_BYTES)))
+    kind = lanes if IN_TWOS else ir.VectorType(ir.IntType(32), LANES)
+    weights = [_load(builder, weight, _offset(builder, k, half), kind, 4 * LANES) for half in halves]
+    places = [_Place(pair, multiples[row // (row & -row)], row & -row) if row else _Place(pair)
+              for row in range(rows)]
+    prefetch = ir.InlineAsm(ir.FunctionType(ir.VoidType(), [int64]), "prefetcht1 ($0)", "r", side_effect=True)
+    builder.call(prefetch, [builder.add(ahead, _offset(builder, k, 0))])
+    grown = add_pair(builder, sums, weights, places)
     following = builder.add(k, int64(1))
     builder.cbranch(builder.icmp_signed("<", following, num_pairs), loop, after)
     for phi, first, later in [
@@ -171,18 +211,101 @@ def _write_tile(
         phi.add_incoming(later, loop)
 
     builder.position_at_end(after)
-    narrow = ir.InlineAsm(
-        ir.FunctionType(ir.VectorType(ir.IntType(16), LANES), [lanes]),
-        "vcvtneps2bf16 $1, $0",  # to nearest even
-        "=v,v",
-    )
     for half in halves:
-        added = _load(builder, bias, int64(4 * LANES * half), lanes, 64)
+        added = _load(builder, bias, int64(4 * LANES * half), lanes, 4 * LANES)
         for row in range(rows):
             offset = builder.add(builder.mul(y_stride, int64(row)), int64(2 * LANES * half))
-            value = builder.call(narrow, [builder.fadd(grown[row][half], added)])
+            value = _narrow(builder, builder.fadd(grown[row][half], added))
             place = builder.inttoptr(builder.add(y, offset), value.type.as_pointer())
             builder.store(value, place, align=2)
+
+
+class _Place(NamedTuple):
+    """An address: base + multiple * scale."""
+
+    base: Any
+    multiple: Any = None
+    scale: int = 1
+
+    @property
+    def operands(self) -> list[Any]:
+        return [self.base] if self.multiple is None else [self.base, self.multiple]
+
+    def written(self, first: int) -> str:
+        """As the operand of an instruction whose operands `first` and, if any, the next it is."""
+        if self.multiple is None:
+            return f"(${first})"
+        return f"(${first},${first + 1},{self.scale})"
+
+
+def _add_in_twos(builder: Any, sums: Any, weights: Any, places: list[_Place]) -> list[list[Any]]:
+    def add(total: Any, pair: Any, place: _Place) -> Any:
+        operands = [total, pair, *place.operands]
+        instruction = ir.InlineAsm(
+            ir.FunctionType(total.type, [operand.type for operand in operands]),
+            f"vdpbf16ps {place.written(3)}{{1to16}}, $2, $0",
+            "=v,0,v" + ",r" * len(place.operands),
+        )
+        return builder.call(instruction, operands)
+
+    return [
+        [add(total, pair, place) for total, pair in zip(row, weights, strict=True)]
+        for row, place in zip(sums, places, strict=True)
+    ]
+
+
+def _add_one_by_one(builder: Any, sums: Any, weights: Any, places: list[_Place]) -> list[list[Any]]:
+    """Each bf16 widened to fp32 in a register: the first of a pair is its lower half."""
+    pairs, lanes = weights[0].type, sums[0][0].type
+    of_three = ir.FunctionType(lanes, [lanes] * 3)
+    find: Any = cgutils.get_or_insert_function
+    fma = find(builder.module, of_three, f"llvm.fma.v{LANES}f32")
+
+    def broadcast(place: _Place, offset: int) -> Any:
+        operands = place.operands
+        instruction = ir.InlineAsm(
+            ir.FunctionType(lanes, [operand.type for operand in operands]),
+            f"vbroadcastss {offset}{place.written(1)}, $0",
+            "=x" + ",r" * len(operands),
+        )
+        return builder.call(instruction, operands)
+
+    def first(pair: Any) -> Any:
+        return builder.bitcast(builder.shl(pair, ir.Constant(pairs, [16] * LANES)), lanes)
+
+    def second(pair: Any) -> Any:
+        return builder.bitcast(builder.and_(pair, ir.Constant(pairs, [-(1 << 16)] * LANES)), lanes)
+
+    for offset, of_pair in ((0, first), (4, second)):
+        factors = [of_pair(pair) for pair in weights]
+        grown = []
+        for row, place in zip(sums, places, strict=True):
+            number = broadcast(place, offset)
+            grown.append([
+                builder.call(fma, [number, factor, total])
+                for total, factor in zip(row, factors, strict=True)
+            ])
+        sums = grown
+    return grown
+
+
+def _narrow(builder: Any, value: Any) -> Any:
+    """A vector of fp32 as the bits of bf16, to nearest even."""
+    short = ir.VectorType(ir.IntType(16), LANES)
+    if IN_TWOS:
+        instruction = ir.InlineAsm(
+            ir.FunctionType(short, [value.type]), "vcvtneps2bf16 $1, $0", "=v,v"
+        )
+        return builder.call(instruction, [value])
+    kind = ir.VectorType(ir.IntType(32), LANES)
+    bits = builder.bitcast(value, kind)
+
+    def all_lanes(number: int) -> Any:
+        return ir.Constant(kind, [number] * LANES)
+
+    odd = builder.and_(builder.lshr(bits, all_lanes(16)), all_lanes(1))
+    rounded = builder.add(builder.add(bits, all_lanes(0x7FFF)), odd)
+    return builder.trunc(builder.lshr(rounded, all_lanes(16)), short)
 
 
 def _offset(builder: Any, k: Any, half: int) -> Any:
@@ -196,6 +319,8 @@ def _load(builder: Any, address: Any, offset: Any, kind: Any, align: int) -> Any
 
 
 _address: Any = intrinsic(_compile_address)
+#: An address as a pointer.
+_pointer: Any = intrinsic(_compile_pointer)
 #: Count one up at an address that other threads count at too, and return what was there.
 _take: Any = intrinsic(_compile_take)
 #: (rows, x, weight, pairs, bias, y, bytes between rows of y): one unit for up to ROWS rows.
