@@ -8,9 +8,22 @@ would leave a stale compiled copy behind.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache as memoize
 from typing import Protocol, TypeVar, cast
 
+from llvmlite import binding
 from numba import cfunc, njit
+from numba.core import config
+
+
+@memoize
+def features() -> frozenset[str]:
+    """What kernels may use of this processor, in LLVM's names; all, or NUMBA_CPU_FEATURES."""
+    said = config.CPU_FEATURES  # type: ignore[attr-defined]
+    if said is not None:
+        return frozenset(name[1:] for name in said.split(",") if name.startswith("+"))
+    return frozenset(name for name, has in binding.get_host_cpu_features().items() if has)
+
 
 F = TypeVar("F", bound=Callable[..., object])
 

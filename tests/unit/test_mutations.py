@@ -238,7 +238,7 @@ MUTATIONS = [
              "cells[row : row + 1]", "cells[row - row % 2 : row + 1]"),
     # ---- products
     Mutation("rows of a second tile begin one late", tile_kernels, "_multiply",
-             "p.x + 4 * p.num_pairs * first", "p.x + 4 * p.num_pairs * (first + (chunk > 0))"),
+             "PAIR_BYTES * p.num_pairs * low", "PAIR_BYTES * p.num_pairs * (low - (chunk > 0))"),
     Mutation("a row's sum that its neighbours know", tile_kernels, "_write_tile",
              "multiples[row // scale]", "multiples[1]"),
     # ---- the path

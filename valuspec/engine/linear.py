@@ -1,9 +1,9 @@
 """Linear layers whose rows do not influence each other.
 
-Two kinds, for bf16 in main memory. Where the processor has the instruction, every element is a sum
-in one order (`tile_kernels`). Elsewhere oneDNN's product gives a row the same bits whatever the
-other rows are, except when it is alone, hence never fewer than two rows. Either way weights are
-packed once: the packing of `F.linear` on every call takes as long as the product of a few rows.
+Two kinds, for bf16 in main memory. On most x86 processors every element is a sum in one order
+(`tile_kernels`). Elsewhere oneDNN's product gives a row the same bits whatever the other rows are,
+except when it is alone, hence never fewer than two rows. Either way weights are packed once: the
+packing of `F.linear` on every call takes as long as the product of a few rows.
 """
 
 from __future__ import annotations

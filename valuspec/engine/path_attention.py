@@ -11,12 +11,12 @@ fixed order, multiply and add fused,
 
 and each sum runs over something that belongs to the row alone. So the bits do not depend on the
 tree, on batch mates, on the number of rows, or on whether a key was committed or in the tree. The
-compiler vectorises across keys in the first line and across the head in the last; without
-fast-math it may not reorder a sum.
+vectors run across keys in the first line and across the head in the last; without fast-math the
+compiler may not reorder a sum.
 
 Rows of one sequence share the work of turning stored keys and values into fp32, block after block,
-and three queries at a time share the loads of a block. For the few rows of a decoding step this
-takes a fraction of the time of matrix products, whose fixed costs dominate there.
+and the sums of several queries stay in registers while it passes by. For the few rows of a decoding
+step this takes a fraction of the time of matrix products, whose fixed costs dominate there.
 """
 
 from __future__ import annotations

@@ -15,17 +15,22 @@ from functools import cache as memoize
 from typing import Any, NamedTuple
 
 import numpy as np
+from llvmlite import ir
 from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
-from valuspec.jit import EntryPoint, entry_point, kernel
+from valuspec.jit import EntryPoint, entry_point, features, kernel
 
 #: Queries that share a block turned into fp32; a row has one for each query head of a key head.
 QUERIES = 24
-#: Lanes of the sum of weights: one vector register.
+#: Lanes of the sum of weights: a promise, whatever the width of a register.
 LANES = 16
+#: Columns of a tile of sums; the compiler takes as many registers as they need.
+COLUMNS = 16
+#: Rows of a tile: with two registers each what 16 registers of AVX2 hold, or with one each 32.
+TILE = 12 if "avx512f" in features() else 6
 
 FloatArray = NDArray[np.float32]
 Int64Array = NDArray[np.int64]
@@ -86,15 +91,15 @@ class Scratch(NamedTuple):
     """Working memory of one thread, float32."""
 
     queries: FloatArray
-    """[queries, head size rounded up to 4]; zero beyond the head size"""
+    """[queries, head size]"""
     keys: FloatArray
-    """[head size rounded up to 4, BLOCK]: keys of a block; zero beyond the head size"""
+    """[head size, BLOCK]: keys of a block"""
     values: FloatArray
-    """[BLOCK, head size]: values of a block"""
+    """[BLOCK, head size in whole columns]: values of a block; nothing of note beyond"""
     scores: FloatArray
     """[queries, at least all keys]: scores, then weights, by position"""
     sums: FloatArray
-    """[queries, head size]: weighted values"""
+    """[queries, head size in whole columns]: weighted values; nothing of note beyond"""
     lanes: FloatArray
     """[LANES]"""
 
@@ -256,18 +261,18 @@ def _attend(call: Any, stored: Any) -> None:
 @kernel
 def _lay_out(floats: Any, queries: int, size: int, block_size: int, longest: int) -> Any:
     """One piece of memory as `Scratch`, whose parts begin at whole vectors."""
-    padded, scores = -(-size // 4) * 4, _whole_vectors(longest)
-    a = queries * padded
-    b = a + padded * block_size
-    c = b + block_size * size
+    padded, scores = -(-size // COLUMNS) * COLUMNS, _whole_vectors(longest)
+    a = queries * size
+    b = a + size * block_size
+    c = b + block_size * padded
     d = c + queries * scores
-    e = d + queries * size
+    e = d + queries * padded
     return Scratch(
-        floats[:a].reshape(queries, padded),
-        floats[a:b].reshape(padded, block_size),
-        floats[b:c].reshape(block_size, size),
+        floats[:a].reshape(queries, size),
+        floats[a:b].reshape(size, block_size),
+        floats[b:c].reshape(block_size, padded),
         floats[c:d].reshape(queries, scores),
-        floats[d:e].reshape(queries, size),
+        floats[d:e].reshape(queries, padded),
         floats[e : e + LANES],
     )
 
@@ -275,8 +280,8 @@ def _lay_out(floats: Any, queries: int, size: int, block_size: int, longest: int
 @kernel
 def floats_of_scratch(queries: int, size: int, block_size: int, longest: int) -> int:
     """Floats that `_lay_out` needs, in whole vectors."""
-    padded = -(-size // 4) * 4
-    rows = queries * (padded + _whole_vectors(longest) + size)
+    padded = -(-size // COLUMNS) * COLUMNS
+    rows = queries * (size + _whole_vectors(longest) + padded)
     return _whole_vectors(rows + block_size * (padded + size) + LANES)
 
 
@@ -374,7 +379,7 @@ def _attend_together(
     scratch.sums[: (high - low) * group] = np.float32(0)
     for at in range(lowest - lowest % block_size, shared, block_size):
         count = min(block_size, shared - at)
-        _load_values(scratch.values, values[table[at // block_size], head][:count], 0)
+        _load_values(scratch.values, values[table[at // block_size], head][:count], 0, size)
         if at >= all_from:
             _weigh(scratch, 0, (high - low) * group, at, 0, count)
         else:
@@ -386,7 +391,8 @@ def _attend_together(
         for j in range(at, length):
             slot = _slot(paths, row, j)
             block = values[table[slot // block_size], head]
-            _load_values(scratch.values, block[slot % block_size : slot % block_size + 1], j - at)
+            here = slot % block_size
+            _load_values(scratch.values, block[here : here + 1], j - at, size)
         _weigh(scratch, (row - low) * group, (row - low + 1) * group, at, 0, length - at)
         for g in range(group):
             result, summed = out[row, head * group + g], scratch.sums[(row - low) * group + g]
@@ -410,9 +416,9 @@ def _load_keys(tile: Any, keys: Any) -> None:
 
 
 @kernel
-def _load_values(tile: Any, values: Any, first: int) -> None:
+def _load_values(tile: Any, values: Any, first: int, size: int) -> None:
     for j in range(values.shape[0]):
-        for d in range(tile.shape[1]):
+        for d in range(size):
             tile[first + j, d] = _widen(values[j, d])
 
 
@@ -478,98 +484,129 @@ def _sum_in_lanes(x: Any, lanes: Any) -> Any:
 
 
 # -- the products ---------------------------------------------------------------------------------
-# Four products are added at a time, for one query or for three at once: fewer loads and stores of
-# what is added to. The order of additions stays the same. Steps are counted by one and multiplied:
-# only then does the compiler check once a call, and not once a step, that the arrays are apart.
+# The sums of up to TILE queries, COLUMNS of each, stay in registers while what they are sums of
+# passes by, one product after the other.
 
 
 @kernel
 def _score(scratch: Scratch, first: int, last: int, at: int, count: int) -> None:
     """scores[i, at + j] = queries[i] . keys[:, j] for queries first to last - 1 and j < count.
 
-    Whole vectors: up to LANES - 1 scores behind the last are written too, and never read.
+    Whole columns: up to COLUMNS - 1 scores behind the last are written too, and never read.
     """
-    queries, keys = scratch.queries, scratch.keys
-    width = -(-count // LANES) * LANES
-    i = first
-    while i < last:
-        if i + 3 <= last:
-            a, b, c = scratch.scores[i], scratch.scores[i + 1], scratch.scores[i + 2]
-            _score_three(
-                queries[i], queries[i + 1], queries[i + 2], keys,
-                a[at : at + width], b[at : at + width], c[at : at + width],
-            )  # fmt: skip
-            i += 3
-        else:
-            _score_one(queries[i], keys, scratch.scores[i][at : at + width])
-            i += 1
-
-
-@kernel
-def _score_one(q: Any, keys: Any, a: Any) -> None:
-    a[:] = np.float32(0)
-    for step in range(q.size // 4):
-        d = 4 * step
-        q0, q1, q2, q3 = q[d], q[d + 1], q[d + 2], q[d + 3]
-        for j in range(a.size):
-            partial = _fma(q1, keys[d + 1, j], _fma(q0, keys[d, j], a[j]))
-            a[j] = _fma(q3, keys[d + 3, j], _fma(q2, keys[d + 2, j], partial))
-
-
-@kernel
-def _score_three(p: Any, q: Any, r: Any, keys: Any, a: Any, b: Any, c: Any) -> None:
-    a[:] = np.float32(0)
-    b[:] = np.float32(0)
-    c[:] = np.float32(0)
-    for step in range(q.size // 4):
-        d = 4 * step
-        p0, p1, p2, p3 = p[d], p[d + 1], p[d + 2], p[d + 3]
-        q0, q1, q2, q3 = q[d], q[d + 1], q[d + 2], q[d + 3]
-        r0, r1, r2, r3 = r[d], r[d + 1], r[d + 2], r[d + 3]
-        for j in range(a.size):
-            k0, k1, k2, k3 = keys[d, j], keys[d + 1, j], keys[d + 2, j], keys[d + 3, j]
-            a[j] = _fma(p3, k3, _fma(p2, k2, _fma(p1, k1, _fma(p0, k0, a[j]))))
-            b[j] = _fma(q3, k3, _fma(q2, k2, _fma(q1, k1, _fma(q0, k0, b[j]))))
-            c[j] = _fma(r3, k3, _fma(r2, k2, _fma(r1, k1, _fma(r0, k0, c[j]))))
+    queries, keys, scores = scratch.queries, scratch.keys, scratch.scores
+    chunks = -(-(last - first) // TILE)
+    for j in range(0, count, COLUMNS):
+        for chunk in range(chunks):
+            i = first + (last - first) * chunk // chunks
+            rows = first + (last - first) * (chunk + 1) // chunks - i
+            _sum_anew(
+                rows,
+                queries.ctypes.data + 4 * i * queries.shape[1],
+                4 * queries.shape[1],
+                keys.ctypes.data + 4 * j,
+                4 * keys.shape[1],
+                queries.shape[1],
+                scores.ctypes.data + 4 * (i * scores.shape[1] + at + j),
+                4 * scores.shape[1],
+            )
 
 
 @kernel
 def _weigh(scratch: Scratch, first: int, last: int, at: int, skip: int, count: int) -> None:
     """sums[i] += weights[i, at + j] * values[j], queries first to last - 1, skip <= j < count."""
-    sums, values = scratch.sums, scratch.values[skip:]
-    whole = (count - skip) // 4 * 4
-    i = first
-    while i < last:
-        if i + 3 <= last:
-            u, v, w = scratch.scores[i], scratch.scores[i + 1], scratch.scores[i + 2]
-            begin, end = at + skip, at + skip + whole
-            _weigh_three(
-                u[begin:end], v[begin:end], w[begin:end], values, sums[i], sums[i + 1], sums[i + 2]
+    sums, values, weights = scratch.sums, scratch.values, scratch.scores
+    if count <= skip:
+        return
+    chunks = -(-(last - first) // TILE)
+    for d in range(0, sums.shape[1], COLUMNS):
+        for chunk in range(chunks):
+            i = first + (last - first) * chunk // chunks
+            rows = first + (last - first) * (chunk + 1) // chunks - i
+            _sum_further(
+                rows,
+                weights.ctypes.data + 4 * (i * weights.shape[1] + at + skip),
+                4 * weights.shape[1],
+                values.ctypes.data + 4 * (skip * values.shape[1] + d),
+                4 * values.shape[1],
+                count - skip,
+                sums.ctypes.data + 4 * (i * sums.shape[1] + d),
+                4 * sums.shape[1],
             )
-            for k in range(i, i + 3):
-                _weigh_one(scratch.scores[k][end : at + count], values[whole:], sums[k])
-            i += 3
-        else:
-            _weigh_one(scratch.scores[i][at + skip : at + count], values, sums[i])
-            i += 1
 
 
-@kernel
-def _weigh_one(w: Any, values: Any, a: Any) -> None:
-    for j in range(w.size):
-        for d in range(a.size):
-            a[d] = _fma(w[j], values[j, d], a[d])
+def _compile_sums(anew: bool) -> Any:
+    def compile_sums(
+        _context: Any, rows: Any, x: Any, x_step: Any, m: Any, m_step: Any, count: Any,
+        y: Any, y_step: Any,
+    ) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
+        def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            num_rows, *rest = arguments
+            done = builder.append_basic_block("done")
+            choice = builder.switch(num_rows, done)
+            for number in range(1, TILE + 1):
+                block = builder.append_basic_block(f"rows{number}")
+                choice.add_case(num_rows.type(number), block)
+                builder.position_at_end(block)
+                _write_sums(builder, anew, number, *rest)
+                builder.branch(done)
+            builder.position_at_end(done)
+
+        return types.void(*[types.int64] * 8), generate
+
+    return compile_sums
 
 
-@kernel
-def _weigh_three(u: Any, v: Any, w: Any, values: Any, a: Any, b: Any, c: Any) -> None:
-    for step in range(w.size // 4):
-        j = 4 * step
-        u0, u1, u2, u3 = u[j], u[j + 1], u[j + 2], u[j + 3]
-        v0, v1, v2, v3 = v[j], v[j + 1], v[j + 2], v[j + 3]
-        w0, w1, w2, w3 = w[j], w[j + 1], w[j + 2], w[j + 3]
-        for d in range(a.size):
-            x0, x1, x2, x3 = values[j, d], values[j + 1, d], values[j + 2, d], values[j + 3, d]
-            a[d] = _fma(u3, x3, _fma(u2, x2, _fma(u1, x1, _fma(u0, x0, a[d]))))
-            b[d] = _fma(v3, x3, _fma(v2, x2, _fma(v1, x1, _fma(v0, x0, b[d]))))
-            c[d] = _fma(w3, x3, _fma(w2, x2, _fma(w1, x1, _fma(w0, x0, c[d]))))
+def _write_sums(
+    builder: Any, anew: bool, rows: int, x: Any, x_step: Any, m: Any, m_step: Any, count: Any,
+    y: Any, y_step: Any,
+) -> None:  # fmt: skip
+    """y[row] (+)= sum over k of x[row, k] m[k], in the order of k; vectors of COLUMNS."""
+    int64, number = ir.IntType(64), ir.FloatType()
+    columns, lane = ir.VectorType(number, COLUMNS), ir.IntType(32)
+    find: Any = cgutils.get_or_insert_function
+    of_three = ir.FunctionType(columns, [columns] * 3)
+    fma = find(builder.module, of_three, f"llvm.fma.v{COLUMNS}f32")
+
+    def place(base: Any, offset: Any, kind: Any) -> Any:
+        return builder.inttoptr(builder.add(base, offset), kind.as_pointer())
+
+    def broadcast(value: Any) -> Any:
+        nothing = ir.Constant(columns, ir.Undefined)
+        first = builder.insert_element(nothing, value, lane(0))
+        everywhere = ir.Constant(ir.VectorType(lane, COLUMNS), [0] * COLUMNS)
+        return builder.shuffle_vector(first, nothing, everywhere)
+
+    x_rows = [builder.mul(x_step, int64(row)) for row in range(rows)]
+    y_rows = [place(y, builder.mul(y_step, int64(row)), columns) for row in range(rows)]
+    nought = ir.Constant(columns, [0.0] * COLUMNS)
+    begun = [nought if anew else builder.load(at, align=4) for at in y_rows]
+
+    before, loop = builder.block, builder.append_basic_block("products")
+    after = builder.append_basic_block("sums")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    k = builder.phi(int64)
+    sums = [builder.phi(columns) for _ in range(rows)]
+    factors = builder.load(place(m, builder.mul(k, m_step), columns), align=4)
+    step = builder.shl(k, int64(2))
+    grown = []
+    for row, total in zip(x_rows, sums, strict=True):
+        factor = builder.load(place(x, builder.add(row, step), number))
+        grown.append(builder.call(fma, [broadcast(factor), factors, total]))
+    following = builder.add(k, int64(1))
+    builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
+    for phi, first, later in [(k, int64(0), following), *zip(sums, begun, grown, strict=True)]:
+        phi.add_incoming(first, before)
+        phi.add_incoming(later, loop)
+
+    builder.position_at_end(after)
+    for at, total in zip(y_rows, grown, strict=True):
+        builder.store(total, at, align=4)
+
+
+#: (rows, x, bytes between rows of x, m, bytes between rows of m, rows of m, y, bytes between rows
+#: of y): y = x m for up to TILE rows and COLUMNS columns; there is at least one row of m.
+_sum_anew: Any = intrinsic(_compile_sums(anew=True))
+#: The same, but y += x m.
+_sum_further: Any = intrinsic(_compile_sums(anew=False))

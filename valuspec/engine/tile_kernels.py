@@ -3,9 +3,9 @@
     y[row, n] = bias[n] + sum over k of x[row, k] w[n, k]
 
 The sum is kept in fp32 and grows in the order of k, whatever the number of rows: by two products at
-a time where the processor has an instruction for that, VDPBF16PS (AVX512-BF16), else by one, fused.
-So a row's bits cannot depend on other rows, and a forward of few rows takes the time that its
-weights take to come from memory.
+a time where the processor has an instruction for that, VDPBF16PS (AVX512-BF16), else by one, fused
+(AVX2). So a row's bits cannot depend on other rows, and a forward of few rows takes the time that
+its weights take to come from memory.
 
 Weights lie as the loop reads them: in units of OUTPUTS outputs, of each pair after pair, of each
 pair all outputs. A unit is small enough for a core's cache, where it stays while the rows pass by,
@@ -20,35 +20,24 @@ from functools import cache as memoize
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from llvmlite import binding, ir
 from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 from numba.core import cgutils
-from numba.core import config as numba_config
 from numba.extending import intrinsic
 
-from valuspec.jit import EntryPoint, entry_point, kernel
-
-
-def _features() -> set[str]:
-    """What the compiler may use of this processor: all, or what NUMBA_CPU_FEATURES leaves."""
-    said = numba_config.CPU_FEATURES  # type: ignore[attr-defined]
-    if said is not None:
-        return {name[1:] for name in said.split(",") if name.startswith("+")}
-    return {name for name, has in binding.get_host_cpu_features().items() if has}
-
+from valuspec.jit import EntryPoint, entry_point, features, kernel
 
 #: Whether products are added two at a time.
-IN_TWOS = "avx512bf16" in _features()
+IN_TWOS = "avx512bf16" in features()
 LANES = 16 if IN_TWOS else 8
 #: Outputs of a unit: two vector registers of sums for each row.
 OUTPUTS = 2 * LANES
 #: Rows whose sums fit the registers (32, or 16 of AVX2), beside the weights of one pair.
 ROWS = 12 if IN_TWOS else 6
-#: Rows that are widened to fp32 at a time, where they are: what fits a core's cache.
-BLOCK = 48
-#: Of a pair of x.
-X_BYTES = 4 if IN_TWOS else 8
+#: Rows of x that are widened to fp32 at a time where they have to be: these fit a core's cache.
+WIDENED = 48
+#: Of a pair of x as a tile reads it, in bf16 or fp32.
+PAIR_BYTES = 4 if IN_TWOS else 8
 
 binding.initialize_native_asmparser()
 
@@ -72,12 +61,12 @@ class Product(ctypes.Structure):
 def supported() -> bool:
     """Whether tiles are the fastest that this processor has for bf16.
 
-    oneDNN is where it can use an instruction for many rows (AMX), and is taken where it knows bf16
-    at all and products are not added in twos here.
+    Otherwise oneDNN is: where it has an instruction for many rows (AMX), and where it knows bf16
+    (from AVX512 on) and we have no instruction for it.
     """
     if IN_TWOS:
-        return "amx-bf16" not in _features()
-    return {"avx2", "fma"} <= _features() and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return "amx-bf16" not in features()
+    return {"avx2", "fma"} <= features() and "avx512f" not in features()
 
 
 @memoize
@@ -88,37 +77,43 @@ def entry() -> EntryPoint:
 
 
 def _multiply(product: Any) -> None:
+    """Piece by piece, a unit's outputs for all rows; where x is widened, for WIDENED of them.
+
+    Which piece a thread takes next is known one ahead, and its weights are asked for meanwhile.
+    """
     p = carray(product, 1)[0]
     x = carray(_pointer(p.x), (p.num_rows, 2 * p.num_pairs), np.int16)
+    blocks = 1 if IN_TWOS else -(-p.num_rows // WIDENED)
+    widened = np.empty((0 if IN_TWOS else min(WIDENED, p.num_rows), x.shape[1]), np.float32)
+    widened_block = -1
     unit_bytes = 4 * OUTPUTS * p.num_pairs
-    blocks = 1 if IN_TWOS else -(-p.num_rows // BLOCK)
-    widened, widened_block = np.empty((0 if IN_TWOS else min(BLOCK, p.num_rows), x.shape[1]), np.float32), -1
     counter = _address(product)
-    item, following = _take(counter), _take(counter)
-    while item < blocks * p.num_units:
-        block, unit = item // p.num_units, item % p.num_units
-        begin, end = p.num_rows * block // blocks, p.num_rows * (block + 1) // blocks
-        rows, row_bytes = p.x, 4 * p.num_pairs
-        if not IN_TWOS:
+    piece, following = _take(counter), _take(counter)
+    while piece < blocks * p.num_units:
+        block, unit = piece // p.num_units, piece % p.num_units
+        first, last = p.num_rows * block // blocks, p.num_rows * (block + 1) // blocks
+        if IN_TWOS:
+            rows = p.x
+        else:
             if block != widened_block:
-                _widen_rows(x[begin:end], widened)
+                _widen_rows(x[first:last], widened)
                 widened_block = block
-            rows, row_bytes = widened.ctypes.data, 8 * p.num_pairs
-        chunks = -(-(end - begin) // ROWS)
+            rows = widened.ctypes.data
+        chunks = -(-(last - first) // ROWS)
         for chunk in range(chunks):  # as even as can be: a tile of one row takes as long as of four
-            first = (end - begin) * chunk // chunks
-            count = (end - begin) * (chunk + 1) // chunks - first
+            low = (last - first) * chunk // chunks
+            high = (last - first) * (chunk + 1) // chunks
             _tile(
-                count,
-                rows + row_bytes * first,
+                high - low,
+                rows + PAIR_BYTES * p.num_pairs * low,
                 p.weight + unit_bytes * unit,
                 p.num_pairs,
                 p.bias + 4 * OUTPUTS * unit,
-                p.y + 2 * OUTPUTS * (p.num_units * (begin + first) + unit),
+                p.y + 2 * OUTPUTS * (p.num_units * (first + low) + unit),
                 2 * OUTPUTS * p.num_units,
                 p.weight + unit_bytes * (following % p.num_units),
             )
-        item, following = following, _take(counter)
+        piece, following = following, _take(counter)
 
 
 @kernel
@@ -155,8 +150,9 @@ def _compile_pointer(_context: Any, address: Any) -> tuple[Any, Callable[..., An
 
 
 def _compile_tile(
-    _context: Any, rows: Any, x: Any, weight: Any, num_pairs: Any, bias: Any, y: Any, y_stride: Any, ahead: Any
-) -> tuple[Any, Callable[..., Any]]:
+    _context: Any, rows: Any, x: Any, weight: Any, num_pairs: Any, bias: Any,
+    y: Any, y_stride: Any, ahead: Any,
+) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         count, *rest = arguments
         done = builder.append_basic_block("done")
@@ -173,13 +169,14 @@ def _compile_tile(
 
 
 def _write_tile(
-    builder: Any, rows: int, x: Any, weight: Any, num_pairs: Any, bias: Any, y: Any, y_stride: Any, ahead: Any
-) -> None:
+    builder: Any, rows: int, x: Any, weight: Any, num_pairs: Any, bias: Any,
+    y: Any, y_stride: Any, ahead: Any,
+) -> None:  # fmt: skip
     """A loop over pairs, in which each row has two vectors of sums."""
     int64, lanes = ir.IntType(64), ir.VectorType(ir.FloatType(), LANES)
     halves = range(OUTPUTS // LANES)
     # Row r of x lies at x + (an odd multiple of the stride) * 1, 2, 4 or 8: few registers.
-    stride = builder.mul(num_pairs, int64(X_BYTES))
+    stride = builder.mul(num_pairs, int64(PAIR_BYTES))
     multiples = {odd: builder.mul(stride, int64(odd)) for odd in range(1, rows, 2)}
     add_pair = _add_in_twos if IN_TWOS else _add_one_by_one
 
@@ -189,13 +186,18 @@ def _write_tile(
     builder.position_at_end(loop)
     k = builder.phi(int64)
     sums = [[builder.phi(lanes) for _ in halves] for _ in range(rows)]
-    pair = builder.add(x, builder.mul(k, int64(X_BYTES)))
+    pair = builder.add(x, builder.mul(k, int64(PAIR_BYTES)))
     kind = lanes if IN_TWOS else ir.VectorType(ir.IntType(32), LANES)
-    weights = [_load(builder, weight, _offset(builder, k, half), kind, 4 * LANES) for half in halves]
-    places = [_Place(pair, multiples[row // (row & -row)], row & -row) if row else _Place(pair)
-              for row in range(rows)]
-    prefetch = ir.InlineAsm(ir.FunctionType(ir.VoidType(), [int64]), "prefetcht1 ($0)", "r", side_effect=True)
-    builder.call(prefetch, [builder.add(ahead, _offset(builder, k, 0))])
+    weights = [
+        _load(builder, weight, _offset(builder, k, half), kind, 4 * LANES) for half in halves
+    ]
+    scales = [row & -row for row in range(rows)]
+    places = [
+        _Place(pair, multiples[row // scale], scale) if row else _Place(pair)
+        for row, scale in enumerate(scales)
+    ]
+    if not IN_TWOS:  # not measured there
+        _ask_for(builder, builder.add(ahead, _offset(builder, k, 0)))
     grown = add_pair(builder, sums, weights, places)
     following = builder.add(k, int64(1))
     builder.cbranch(builder.icmp_signed("<", following, num_pairs), loop, after)
@@ -255,7 +257,7 @@ def _add_in_twos(builder: Any, sums: Any, weights: Any, places: list[_Place]) ->
 
 
 def _add_one_by_one(builder: Any, sums: Any, weights: Any, places: list[_Place]) -> list[list[Any]]:
-    """Each bf16 widened to fp32 in a register: the first of a pair is its lower half."""
+    """Weights are widened to fp32 in a register: the first of a pair is its lower half."""
     pairs, lanes = weights[0].type, sums[0][0].type
     of_three = ir.FunctionType(lanes, [lanes] * 3)
     find: Any = cgutils.get_or_insert_function
@@ -281,12 +283,20 @@ def _add_one_by_one(builder: Any, sums: Any, weights: Any, places: list[_Place])
         grown = []
         for row, place in zip(sums, places, strict=True):
             number = broadcast(place, offset)
-            grown.append([
-                builder.call(fma, [number, factor, total])
-                for total, factor in zip(row, factors, strict=True)
-            ])
+            grown.append(
+                [
+                    builder.call(fma, [number, factor, total])
+                    for total, factor in zip(row, factors, strict=True)
+                ]
+            )
         sums = grown
     return grown
+
+
+def _ask_for(builder: Any, address: Any) -> None:
+    """Have a cache line come to this core's larger cache."""
+    kind = ir.FunctionType(ir.VoidType(), [address.type])
+    builder.call(ir.InlineAsm(kind, "prefetcht1 ($0)", "r", side_effect=True), [address])
 
 
 def _narrow(builder: Any, value: Any) -> Any:
@@ -323,5 +333,6 @@ _address: Any = intrinsic(_compile_address)
 _pointer: Any = intrinsic(_compile_pointer)
 #: Count one up at an address that other threads count at too, and return what was there.
 _take: Any = intrinsic(_compile_take)
-#: (rows, x, weight, pairs, bias, y, bytes between rows of y): one unit for up to ROWS rows.
+#: (rows, x, weight, pairs, bias, y, bytes between rows of y, weight of the next): one unit for up
+#: to ROWS rows.
 _tile: Any = intrinsic(_compile_tile)
