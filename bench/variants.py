@@ -63,8 +63,10 @@ class Nodes:
     ) -> tuple[IntArray, IntArray, IntArray]:
         """(positions, kept, accepted) by step, for a rate per node."""
         each = np.arange(len(self.parents))
+        positions = len(self.first_node) - 1
         return walk(each, self.parents, self.taken, self.first_node, self.ends,
-                    rates.astype(np.float32), tau, prices, MAX_NODES)  # fmt: skip
+                    rates.astype(np.float32), tau, prices, np.ones(positions), np.zeros(positions),
+                    MAX_NODES)  # fmt: skip
 
     def offered(self, positions: IntArray) -> NDArray[np.bool_]:
         begins = np.zeros(len(self.first_node) - 1, bool)

@@ -38,12 +38,12 @@ class ReplicaThresholds:
         retrieval: DeploymentHandle[Any] | None,
         telemetry: Telemetry,
         swap: Callable[[ThresholdSet], None] = lambda thresholds: None,
-        plain_step_s: Callable[[int], float] | None = None,
+        plain_step_s: Callable[[int, int], float] | None = None,
         name: str | None = None,
     ) -> None:
         """retrieval:    knows the store; None without one
         swap:         told of every set to be used
-        plain_step_s: seconds of a plain step by batch size; what the set says by default
+        plain_step_s: seconds of a plain step by batch size and context; by default the set's
         name:         of this process; what Serve calls the replica by default
         """
         self._telemetry = telemetry

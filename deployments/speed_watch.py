@@ -43,8 +43,9 @@ def plain_set(thresholds: ThresholdSet) -> ThresholdSet:
 class SpeedWatch:
     """Judges one set. No clock: time is what the requests took."""
 
-    def __init__(self, plain_step_s: Callable[[int], float]) -> None:
-        """plain_step_s: seconds of a step without any draft, by batch size, as far as known"""
+    def __init__(self, plain_step_s: Callable[[int, int], float]) -> None:
+        """plain_step_s: seconds of a step without any draft, by batch size and tokens of context,
+        as far as known"""
         self._plain_step_s = plain_step_s
         self._num_tokens = 0
         self._decode_s = 0.0
@@ -60,10 +61,10 @@ class SpeedWatch:
         emitted = sum(stats.accepted) + len(stats.accepted)
         if not emitted:
             return None
-        expected_s = sum(
-            (accepted + 1) * self._plain_step_s(batch_size)
-            for accepted, batch_size in zip(stats.accepted, stats.batch_size, strict=True)
-        )
+        expected_s, context = 0.0, stats.num_prompt_tokens
+        for accepted, batch_size in zip(stats.accepted, stats.batch_size, strict=True):
+            expected_s += (accepted + 1) * self._plain_step_s(batch_size, context)
+            context += accepted + 1
         num_tokens = stats.num_output_tokens - 1  # the first one is prefill's
         self._num_tokens += num_tokens
         self._decode_s += stats.decode_s

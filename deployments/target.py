@@ -79,7 +79,7 @@ class TargetReplica:
             retrieval,
             self._telemetry,
             swap=self._costs.use,
-            plain_step_s=lambda batch_size: self._engine.thresholds.plain_step_s(batch_size),
+            plain_step_s=lambda *step: self._engine.thresholds.plain_step_s(*step),
         )
         self._drafts: DraftStore | None = None
         if retrieval is not None and valuation is not None:

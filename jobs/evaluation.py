@@ -172,8 +172,8 @@ def _compare(
         return total
 
     new, previous = seconds("new"), seconds("previous")
-    one_row = sum(shares[b] * cost.seconds[0] for b, cost in costs.items())
-    plain = weights * served[f"new {min(costs)}"].tokens * one_row
+    any_way = served[f"new {min(costs)}"]
+    plain = weights * sum(shares[b] * any_way.plain_seconds(cost) for b, cost in costs.items())
     draws = np.random.default_rng(0).integers(0, len(new), (RESAMPLES, len(new)))
     gains = previous[draws].sum(1) / new[draws].sum(1) - 1
     low, high = np.quantile(gains, [0.05, 0.95]).tolist()

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from jobs.history import SimulatedRetrieval, vocab_size
 from valuspec import valuation
-from valuspec.cost import CostStaircase
+from valuspec.cost import CONTEXT, CostStaircase
 from valuspec.drafting.drafter import Drafter
 from valuspec.replay import Select, Step, Trajectory, labels, steps
 from valuspec.thresholds import ThresholdSet
@@ -39,6 +39,12 @@ class Replayed:
     """Candidate nodes before a choice was made."""
     steps_by_nodes: IntArray
     """[num_requests, MAX_NODES + 1]: steps that verified so many nodes."""
+    beyond: IntArray
+    """Tokens of context beyond CONTEXT, summed over steps: `CostStaircase.extra`'s per_token."""
+    keys_beyond: IntArray
+    """The same, times the rows of the step."""
+    plain_beyond: IntArray
+    """The same over the steps of plain decoding, whose rows are one each."""
 
     @classmethod
     def zeros(cls, num_requests: int) -> Replayed:
@@ -47,6 +53,7 @@ class Replayed:
             np.zeros(num_requests, np.int64),
             np.zeros(num_requests, np.int64),
             np.zeros((num_requests, MAX_NODES + 1), np.int64),
+            *(np.zeros(num_requests, np.int64) for _ in range(3)),
         )
 
     @classmethod
@@ -58,15 +65,29 @@ class Replayed:
         self.accepted[request] += step.num_accepted
         self.offered[request] += len(step.candidate)
         self.steps_by_nodes[request, len(step.kept)] += 1
+        beyond = [
+            max(0, step.candidate.context + ahead - CONTEXT) for ahead in range(step.num_tokens)
+        ]
+        self.beyond[request] += beyond[0]
+        self.keys_beyond[request] += beyond[0] * (1 + len(step.kept))
+        self.plain_beyond[request] += sum(beyond)
 
     def seconds(self, cost: CostStaircase) -> FloatArray:
         """Decode time by request, float64 [num_requests]; drafting and valuation not counted."""
-        return self.steps_by_nodes @ cost.table(MAX_NODES + 1)
+        seconds: FloatArray = self.steps_by_nodes @ cost.table(MAX_NODES + 1)
+        seconds += cost.per_token * self.beyond + cost.per_key * self.keys_beyond
+        return seconds
+
+    def plain_seconds(self, cost: CostStaircase) -> FloatArray:
+        """Time of plain decoding by request, float64 [num_requests]."""
+        each = cost.per_token + cost.per_key
+        plain: FloatArray = self.tokens * cost.seconds[0] + each * self.plain_beyond
+        return plain
 
     def speedup(self, cost: CostStaircase, weights: FloatArray | None = None) -> float:
         """Over plain decoding; weights [num_requests] count some requests more than others."""
         w = np.ones(len(self.tokens)) if weights is None else weights
-        return float(w @ self.tokens * cost.seconds[0] / (w @ self.seconds(cost)))
+        return float(w @ self.plain_seconds(cost) / (w @ self.seconds(cost)))
 
     @property
     def mean_acceptance_length(self) -> float:

@@ -45,8 +45,9 @@ def share_budget(
     # Stable: a parent comes earlier and is never worth less, so it stays before its children.
     order = np.argsort(-value, kind="stable")
     order = order[value[order] >= taus[owner[order]]][:max_nodes]
+    context = float(np.mean([c.context for c in candidates]))
     gains = np.cumsum(value[order], dtype=np.float64) - _prices(
-        thresholds[-1], batch_size, len(order)
+        thresholds[-1], batch_size, len(order), context
     )
     best = int(np.argmax(gains)) + 1 if len(gains) and gains.max() > 0 else 0
     chosen = np.sort(order[:best])
@@ -55,14 +56,18 @@ def share_budget(
     return [(part - start).astype(np.int32) for part, start in zip(parts, first[:-1], strict=True)]
 
 
-def _prices(thresholds: ThresholdSet, batch_size: int, most: int) -> NDArray[np.float64]:
+def _prices(
+    thresholds: ThresholdSet, batch_size: int, most: int, context: float
+) -> NDArray[np.float64]:
     """Expected tokens that 1 to `most` nodes of the batch must bring, float64 [most].
 
     b nodes among B requests cost what b / B nodes of each would: B times a request's price.
+    context: tokens before a step, on average
     """
-    of_a_request = thresholds.prices[thresholds.bucket_index(batch_size)]
+    bucket = thresholds.bucket_index(batch_size)
+    of_a_request = thresholds.prices[bucket]
+    scale, slope = thresholds.prices_behind(bucket, context)
     each = np.arange(1, most + 1) / batch_size
-    prices: NDArray[np.float64] = batch_size * np.interp(
-        each, np.arange(len(of_a_request)), of_a_request
-    )
+    table = np.interp(each, np.arange(len(of_a_request)), of_a_request)
+    prices: NDArray[np.float64] = batch_size * (scale * table + slope * each)
     return prices

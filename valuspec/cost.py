@@ -1,4 +1,4 @@
-"""Verify cost: measured seconds of one target forward, by rows and batch size."""
+"""Verify cost: measured seconds of one target forward, by rows, batch size and context."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -20,6 +20,8 @@ ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 STAIRS = (5, 9, 13, 17)
 """Where it is measured as well for a request that is alone: library kernels take rows by
 fours, and the fourth costs next to nothing, the fifth as much as the eighth."""
+CONTEXT = 256
+"""Tokens that lie before the rows where c(n) is measured: about a prompt and half an answer."""
 MIN_FORWARDS = 16
 """Fewer timed forwards say nothing about a point of a staircase."""
 WINDOW = 1024
@@ -33,10 +35,16 @@ class CostStaircase:
     n = 1 is plain decoding. Points are ascending in rows and never fall in seconds; between two
     points the cost is interpolated, beyond the last it grows at the last slope. A stair, as
     padded kernels have, is written as two points one row apart.
+
+    Behind a context of more than CONTEXT tokens a forward takes longer: c(n) + `extra`.
     """
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
+    per_token: float = 0.0
+    """Seconds that each further token of every request's context adds to a forward."""
+    per_key: float = 0.0
+    """And those it adds for each row of a request, which attends to it."""
 
     def __post_init__(self) -> None:
         """Raise ThresholdError naming the broken rule."""
@@ -51,6 +59,10 @@ class CostStaircase:
             raise ThresholdError(f"cost times {self.seconds} must be positive seconds")
         if any(b < a for a, b in zip(self.seconds, self.seconds[1:], strict=False)):
             raise ThresholdError(f"cost times {self.seconds} must not fall with more rows")
+        if not all(np.isfinite(s) and s >= 0 for s in (self.per_token, self.per_key)):
+            raise ThresholdError(
+                f"seconds per token {self.per_token} and key {self.per_key} must not be negative"
+            )
 
     @classmethod
     def from_points(cls, rows: Sequence[int], seconds: Sequence[float]) -> CostStaircase:
@@ -91,8 +103,24 @@ class CostStaircase:
         slope = (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
         return np.where(n > self.rows[-1], self.seconds[-1] + slope * (n - self.rows[-1]), inside)
 
-    def to_json(self) -> dict[str, list[float]]:
-        return {"rows": list(self.rows), "seconds": list(self.seconds)}
+    def extra(self, rows: Any, context: Any) -> Any:
+        """Seconds beyond c(n) of n = `rows` behind `context` tokens; arrays broadcast."""
+        return np.maximum(0, np.asarray(context) - CONTEXT) * (
+            self.per_token + self.per_key * np.asarray(rows)
+        )
+
+    def with_context(
+        self, context: int, rows: Sequence[int], more: Sequence[float]
+    ) -> CostStaircase:
+        """With slopes that make forwards of so many rows take so many `more` seconds behind
+        `context` tokens than behind CONTEXT."""
+        per_key, per_token = np.polyfit(rows, np.asarray(more) / (context - CONTEXT), 1).tolist()
+        return replace(self, per_token=max(0.0, per_token), per_key=max(0.0, per_key))
+
+    def to_json(self) -> dict[str, Any]:
+        slopes = {"per_token": self.per_token, "per_key": self.per_key}
+        points = {"rows": list(self.rows), "seconds": list(self.seconds)}
+        return points | (slopes if any(slopes.values()) else {})
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CostStaircase:
@@ -100,31 +128,48 @@ class CostStaircase:
         try:
             rows = tuple(int(n) for n in data["rows"])
             seconds = tuple(float(s) for s in data["seconds"])
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            slopes = (float(data.get("per_token", 0)), float(data.get("per_key", 0)))
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise ThresholdError(f"not a cost staircase: {error!r}") from error
-        return cls(rows, seconds)
+        return cls(rows, seconds, *slopes)
+
+    def with_slopes_of(self, cost: CostStaircase, times: int) -> CostStaircase:
+        """With the other's slopes, which is of a batch so many times smaller."""
+        return replace(self, per_token=times * cost.per_token, per_key=times * cost.per_key)
 
     def of_batch(self, times: int, rows: Sequence[int]) -> CostStaircase:
         """An estimate for a batch so many times larger: as if only the sum of rows mattered."""
         table = self.table(times * rows[-1])
-        return CostStaircase(tuple(rows), tuple(float(table[times * n - 1]) for n in rows))
+        estimate = CostStaircase(tuple(rows), tuple(float(table[times * n - 1]) for n in rows))
+        return estimate.with_slopes_of(self, times)
 
-    def refreshed(self, rows: NDArray[np.float64], seconds: NDArray[np.float64]) -> CostStaircase:
-        """This staircase after timed forwards of `rows` per request, float64 [num_forwards] each.
+    def refreshed(
+        self,
+        rows: NDArray[np.float64],
+        contexts: NDArray[np.float64],
+        seconds: NDArray[np.float64],
+    ) -> CostStaircase:
+        """This staircase after timed forwards, float64 [num_forwards] each.
 
+        rows, contexts: of a request, on average
         Each forward counts for the point nearest to it. Points with too few go the way of their
         neighbours.
         """
         points = np.asarray(self.rows, float)
         table = self.table(max(2, math.ceil(rows.max(initial=1.0))))
-        ratio = seconds / np.interp(rows, np.arange(1, len(table) + 1), table)
+        expected = np.interp(rows, np.arange(1, len(table) + 1), table)
+        ratio = seconds / (expected + self.extra(rows, contexts))
         nearest = np.searchsorted((points[1:] + points[:-1]) / 2, rows)
         known = np.flatnonzero(np.bincount(nearest, minlength=len(points)) >= MIN_FORWARDS)
         if not len(known):
             return self
         found = [np.median(ratio[nearest == point]) for point in known]
         scale = np.interp(points, points[known], found)
-        return self.from_points(self.rows, np.asarray(self.seconds) * scale)
+        levelled = self.from_points(self.rows, np.asarray(self.seconds) * scale)
+        on_average = float(scale.mean())
+        return replace(
+            levelled, per_token=on_average * self.per_token, per_key=on_average * self.per_key
+        )
 
 
 class LiveCosts:
@@ -143,21 +188,22 @@ class LiveCosts:
         keep: told at the end what was learned, for the next start"""
         self._measured = dict(measured)
         self._keep = keep
-        self._forwards: dict[int, deque[tuple[float, float]]] = {
+        self._forwards: dict[int, deque[tuple[float, float, float]]] = {
             size: deque(maxlen=WINDOW) for size in measured
         }
 
-    def add(self, *, batch_size: int, num_rows: int, seconds: float) -> None:
-        """Count one forward; num_rows is the sum over the batch."""
+    def add(self, *, batch_size: int, num_rows: int, context: int, seconds: float) -> None:
+        """Count one forward; rows and tokens of context are sums over the batch."""
         if batch_size in self._forwards:
-            self._forwards[batch_size].append((num_rows / batch_size, seconds))
+            forward = (num_rows / batch_size, context / batch_size, seconds)
+            self._forwards[batch_size].append(forward)
 
     def current(self) -> dict[int, CostStaircase]:
         """Cost staircases by batch size."""
         costs = {}
         for size, measured in self._measured.items():
-            forwards = np.array(self._forwards[size], float).reshape(-1, 2)
-            costs[size] = measured.refreshed(forwards[:, 0], forwards[:, 1])
+            forwards = np.array(self._forwards[size], float).reshape(-1, 3)
+            costs[size] = measured.refreshed(*forwards.T)
         return costs
 
     def close(self) -> None:

@@ -38,6 +38,8 @@ class Walk:
     """Nodes it verifies."""
     accepted: IntArray
     """Nodes the target accepts."""
+    contexts: IntArray
+    """Tokens before it."""
     num_tokens: int
     """Output tokens in all, those of prefill not counted."""
     draft_s: float = 0.0
@@ -46,6 +48,7 @@ class Walk:
     def tok_s(self, cost: CostStaircase) -> float:
         """Tokens per second of one request at this verify cost."""
         seconds = float(cost.table(MAX_NODES + 1)[self.kept].sum())
+        seconds += float(cost.extra(1 + self.kept, self.contexts).sum())
         seconds += self.draft_s * len(self.kept)
         return self.num_tokens / seconds if seconds else 0.0
 
@@ -66,7 +69,7 @@ class Drafted:
         return drafted
 
     def _lay_out(self, trajectories: Iterable[Iterable[Offer]], draft_s: float = 0.0) -> None:
-        codes, parents, tested, taken = [], [], [], []
+        codes, parents, tested, taken, contexts = [], [], [], [], []
         sizes, lengths = [0], []
         for offered in trajectories:
             length = 0
@@ -77,6 +80,7 @@ class Drafted:
                 tested.append(reached)
                 taken.append(followed)
                 sizes.append(len(candidate))
+                contexts.append(candidate.context)
                 length += 1
             lengths.append(length)
         self._draft_s = draft_s
@@ -84,6 +88,7 @@ class Drafted:
         self._parents = np.concatenate([np.empty(0, np.int16), *parents])
         self._tested = np.concatenate([np.empty(0, bool), *tested])
         self._taken = np.concatenate([np.empty(0, bool), *taken])
+        self._contexts = np.array(contexts, np.int64)
         self._first_node = np.cumsum(sizes)
         self._ends = np.cumsum(np.asarray(lengths, np.int64))
 
@@ -91,14 +96,17 @@ class Drafted:
         """Decode with what the thresholds keep, or with whole candidate trees."""
         if thresholds is None:
             rates, tau, prices = np.ones(NUM_CODES, np.float32), 0.0, np.zeros(MAX_NODES + 1)
+            scales = slopes = np.zeros(len(self._contexts))
         else:
             index = thresholds.bucket_index(batch_size)
             rates, tau = thresholds.rates, thresholds.buckets[index].tau
             prices = thresholds.prices[index]
+            scales, slopes = thresholds.prices_behind(index, self._contexts)
         steps = walk(self._codes, self._parents, self._taken, self._first_node, self._ends,
-                     rates, tau, prices, MAX_NODES)  # fmt: skip
+                     rates, tau, prices, scales, slopes, MAX_NODES)  # fmt: skip
         num_tokens = int(self._ends[-1]) if len(self._ends) else 0
-        return Walk(*steps, num_tokens=num_tokens, draft_s=self._draft_s)
+        contexts = self._contexts[steps[0]]
+        return Walk(*steps, contexts, num_tokens=num_tokens, draft_s=self._draft_s)
 
     def transfers(self, walk: Walk) -> tuple[IntArray, IntArray]:
         """(edges put to the test, edges taken) by signature, int64 [NUM_CODES] each."""

@@ -105,6 +105,8 @@ class CandidateTree:
 
     tree: DraftTree
     evidence: Evidence
+    context: int = 0
+    """Tokens before it: what a forward costs depends on them."""
 
     def __len__(self) -> int:
         return len(self.tree.tokens)

@@ -146,6 +146,7 @@ def replay(
             tally.num_draft_tokens += len(step.kept)
             tally.num_offered_nodes += len(step.candidate)
             tally.seconds += seconds[len(step.kept)]
+            tally.seconds += cost.extra(1 + len(step.kept), step.candidate.context)
         if remember:
             drafter.remember(trajectory.namespace, trajectory.prompt_ids, trajectory.output_ids)
     return tally

@@ -129,17 +129,30 @@ class ThresholdSet:
 
     @cached_property
     def prices(self) -> NDArray[np.float64]:
-        """Expected tokens b nodes must bring, float64 [num_buckets, MAX_NODES + 1]."""
+        """Expected tokens b nodes must bring behind CONTEXT tokens and fewer, float64
+        [num_buckets, MAX_NODES + 1]."""
         tables = [b.stream_tok_s * b.cost.table(MAX_NODES + 1) for b in self._local_buckets]
         return np.stack([t - t[0] for t in tables])
+
+    def prices_behind(self, bucket: int, contexts: Any) -> tuple[Any, Any]:
+        """Of b nodes behind so many tokens: scale * `prices` + slope * b; (scale, slope).
+
+        The more tokens lie before a step, the slower is a stream, and the less a second is worth.
+        """
+        local = self._local_buckets[bucket]
+        plain = local.cost.seconds[0]
+        scale = plain / (plain + local.cost.extra(1, contexts))
+        for_each_row = local.cost.extra(1, contexts) - local.cost.extra(0, contexts)
+        return scale, local.stream_tok_s * scale * for_each_row
 
     def tokens_of(self, seconds: float, *, batch_size: int) -> float:
         """Tokens one request gains in so many seconds: what work that takes them must bring."""
         return seconds * self._local_buckets[self.bucket_index(batch_size)].stream_tok_s
 
-    def plain_step_s(self, batch_size: int) -> float:
-        """Seconds a step of a batch takes without any draft."""
-        return self._local_buckets[self.bucket_index(batch_size)].cost.seconds[0]
+    def plain_step_s(self, batch_size: int, context: int = 0) -> float:
+        """Seconds a step of a batch takes without any draft, behind so many tokens each."""
+        cost = self._local_buckets[self.bucket_index(batch_size)].cost
+        return cost.seconds[0] + float(cost.extra(1, context))
 
     @cached_property
     def _local_buckets(self) -> tuple[BatchBucket, ...]:

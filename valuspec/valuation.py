@@ -50,16 +50,28 @@ def keep(
     expected tokens exceed the price of its verify cost by most; nodes below tau never count.
     """
     value = values(candidate, thresholds)
-    return select(value, thresholds, batch_size=batch_size, max_nodes=max_nodes)
+    return select(
+        value,
+        thresholds,
+        batch_size=batch_size,
+        max_nodes=max_nodes,
+        context=candidate.context,
+    )
 
 
 def select(
-    value: FloatArray, thresholds: ThresholdSet, *, batch_size: int, max_nodes: int
+    value: FloatArray,
+    thresholds: ThresholdSet,
+    *,
+    batch_size: int,
+    max_nodes: int,
+    context: int = 0,
 ) -> IntArray:
-    """As `keep`, for nodes whose values [num_nodes] are known."""
+    """As `keep`, for nodes whose values [num_nodes] are known, behind so many tokens."""
     bucket = thresholds.bucket_index(batch_size)
     tau, prices = thresholds.buckets[bucket].tau, thresholds.prices[bucket]
-    return _keep(value, tau, prices, min(max_nodes, MAX_NODES))
+    scale, slope = thresholds.prices_behind(bucket, context)
+    return _keep(value, tau, prices, float(scale), float(slope), min(max_nodes, MAX_NODES))
 
 
 def expected_gain(candidate: CandidateTree, thresholds: ThresholdSet, *, batch_size: int) -> float:
@@ -67,7 +79,9 @@ def expected_gain(candidate: CandidateTree, thresholds: ThresholdSet, *, batch_s
     bucket = thresholds.bucket_index(batch_size)
     value = np.sort(values(candidate, thresholds))[::-1][:MAX_NODES]
     value = value[value >= thresholds.buckets[bucket].tau]
-    gains = np.cumsum(value) - thresholds.prices[bucket][1 : len(value) + 1]
+    scale, slope = thresholds.prices_behind(bucket, candidate.context)
+    prices = scale * thresholds.prices[bucket] + slope * np.arange(MAX_NODES + 1)
+    gains = np.cumsum(value) - prices[1 : len(value) + 1]
     return float(gains.max(initial=0.0))
 
 
@@ -129,12 +143,15 @@ def walk(
     rates: FloatArray,
     tau: float,
     prices: NDArray[np.float64],
+    scales: NDArray[np.float64],
+    slopes: NDArray[np.float64],
     max_nodes: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Decode trajectories whose candidate trees are known: (positions, kept, accepted) by step.
 
     Trees as in `path_products`, one per position; trajectory k ends at position ends[k]. A step
-    goes on behind what the target accepts and the token it adds.
+    goes on behind what the target accepts and the token it adds. scales, slopes: of prices, by
+    position.
     """
     positions = np.empty(first_node.size, np.int64)
     kept, accepted = np.empty_like(positions), np.empty_like(positions)
@@ -148,7 +165,7 @@ def walk(
             first, last = first_node[position], first_node[position + 1]
             offered = value[: last - first]
             _values(codes[first:last], parents[first:last], rates, offered)
-            nodes = _keep(offered, tau, prices, max_nodes)
+            nodes = _keep(offered, tau, prices, scales[position], slopes[position], max_nodes)
             positions[steps], kept[steps], accepted[steps] = position, nodes.size, 0
             for node in nodes:
                 accepted[steps] += taken[first + node]
@@ -159,7 +176,14 @@ def walk(
 
 
 @kernel
-def _keep(value: FloatArray, tau: float, prices: NDArray[np.float64], max_nodes: int) -> IntArray:
+def _keep(
+    value: FloatArray,
+    tau: float,
+    prices: NDArray[np.float64],
+    scale: float,
+    slope: float,
+    max_nodes: int,
+) -> IntArray:
     # Insertion sort by falling value. It is stable, so a parent (earlier, and never worth less)
     # stays before its children, and every prefix is ancestor-closed.
     order = np.empty(value.size, np.int32)
@@ -176,7 +200,7 @@ def _keep(value: FloatArray, tau: float, prices: NDArray[np.float64], max_nodes:
     best, best_gain, expected = 0, 0.0, 0.0
     for b in range(1, min(size, max_nodes) + 1):
         expected += value[order[b - 1]]
-        gain = expected - prices[b]
+        gain = expected - (scale * prices[b] + slope * b)
         if gain > best_gain:
             best, best_gain = b, gain
     return np.sort(order[:best])

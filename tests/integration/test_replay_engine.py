@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from tests.support.tiny_models import VOCAB, tiny_target
+from tests.support.trajectories import SLOPED
+from valuspec.cost import CONTEXT
 from valuspec.drafting.drafter import Drafter
 from valuspec.engine.engine import Engine
 from valuspec.engine.proposal import keep_by_value
@@ -30,10 +32,11 @@ def target() -> Target:
 
 
 def prompts(count: int) -> list[tuple[int, ...]]:
-    """Prompts that share parts, so that answers resemble each other."""
+    """Prompts that share parts, so that answers resemble each other; long enough to cost."""
     rng = np.random.default_rng(0)
     parts = rng.integers(0, 256, (4, 8))
-    return [tuple(np.concatenate(parts[rng.integers(0, 4, 3)]).tolist()) for _ in range(count)]
+    long = rng.integers(0, 256, CONTEXT).tolist()
+    return [(*long, *np.concatenate(parts[rng.integers(0, 4, 3)]).tolist()) for _ in range(count)]
 
 
 @dataclass
@@ -84,6 +87,7 @@ def run_engine(target: Target, thresholds: ThresholdSet, trees: list[DraftTree])
 @pytest.mark.parametrize("retrieved", [False, True])
 def test_replay_makes_the_steps_of_the_engine(target: Target, retrieved: bool) -> None:
     thresholds = ThresholdSet.starting(target.model_fingerprint)
+    thresholds = replace(thresholds, local_costs={1: SLOPED})
     rng = np.random.default_rng(1)
     trees = [DraftTree.from_paths(rng.integers(0, VOCAB, (3, 9)).tolist())] if retrieved else []
     recorded = run_engine(target, thresholds, trees)

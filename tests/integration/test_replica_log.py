@@ -172,7 +172,7 @@ def test_costs_follow_live_forwards_once_a_minute(engine) -> None:
     loop = NoThread()
     costs = LocalCosts(engine, loop, refreshed=seen.append, clock=clock)  # type: ignore[arg-type]
     for _ in range(MIN_FORWARDS):
-        engine.live_costs.add(batch_size=1, num_rows=4, seconds=0.048)
+        engine.live_costs.add(batch_size=1, num_rows=4, context=0, seconds=0.048)
     clock.now = REFRESH_S - 1
     costs.refresh()
     assert len(seen) == 1

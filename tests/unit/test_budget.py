@@ -22,7 +22,7 @@ COSTS = [(1.0, 1.0, 1.0), (1.0, 1.2, 1.9), (1.0, 3.0, 9.0)]
 
 
 def thresholds(cost: tuple[float, ...], tau: float = 0.0, tok_s: float = 1.5) -> ThresholdSet:
-    staircase = CostStaircase((1, 3, 8), cost)
+    staircase = CostStaircase((1, 3, 8), cost, per_token=1e-5, per_key=4e-6)
     return replace(SHIPPED, buckets=(BatchBucket(16, tau, tok_s, staircase),))
 
 
@@ -32,7 +32,8 @@ def candidates(draw: st.DrawFn, most: int = 5) -> CandidateTree:
     parents = [draw(st.integers(-1, node - 1)) for node in range(size)]
     probability = [draw(st.sampled_from([0.02, 0.2, 0.5, 0.8, 0.95])) for _ in range(size)]
     tree = DraftTree.from_lists(list(range(size)), parents)
-    return CandidateTree(tree, Evidence.of_draft_model(tree, np.array(probability, np.float32)))
+    evidence = Evidence.of_draft_model(tree, np.array(probability, np.float32))
+    return CandidateTree(tree, evidence, context=draw(st.sampled_from([10, 400, 3000])))
 
 
 def closed_subsets(parents: list[int]) -> list[tuple[int, ...]]:
@@ -57,8 +58,11 @@ def gain(
     )
     bucket = used.buckets[0]
     rows = 1 + sum(map(len, chosen)) / batch_size
-    seconds = np.interp(rows, bucket.cost.rows, bucket.cost.seconds) - bucket.cost.seconds[0]
-    return float(expected - batch_size * bucket.stream_tok_s * seconds)
+    context = np.mean([offer.context for offer in offers])
+    plain = bucket.cost.seconds[0] + bucket.cost.extra(1, context)
+    wide = np.interp(rows, bucket.cost.rows, bucket.cost.seconds) + bucket.cost.extra(rows, context)
+    stream_tok_s = bucket.stream_tok_s * bucket.cost.seconds[0] / plain
+    return float(expected - batch_size * stream_tok_s * (wide - plain))
 
 
 @settings(max_examples=120, deadline=None)

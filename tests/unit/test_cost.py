@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from valuspec.cost import MIN_FORWARDS, WINDOW, CostStaircase, LiveCosts
+from tests.support.trajectories import SLOPED
+from valuspec.cost import CONTEXT, MIN_FORWARDS, WINDOW, CostStaircase, LiveCosts
 from valuspec.errors import ThresholdError
-from valuspec.thresholds import ThresholdSet
+from valuspec.thresholds import MAX_NODES, ThresholdSet
 
 COST = CostStaircase((1, 4, 16, 64), (0.02, 0.024, 0.04, 0.12))
 
@@ -20,7 +21,7 @@ def live(costs: dict[int, CostStaircase], *forwards: tuple[int, int, float]) -> 
     made = LiveCosts(costs)
     for batch_size, num_rows, seconds in forwards:
         for _ in range(MIN_FORWARDS):
-            made.add(batch_size=batch_size, num_rows=num_rows, seconds=seconds)
+            made.add(batch_size=batch_size, num_rows=num_rows, context=0, seconds=seconds)
     return made
 
 
@@ -28,7 +29,7 @@ def test_without_forwards_the_measured_costs_stand() -> None:
     assert LiveCosts({1: COST}).current() == {1: COST}
     few = LiveCosts({1: COST})
     for _ in range(MIN_FORWARDS - 1):
-        few.add(batch_size=1, num_rows=4, seconds=9.0)
+        few.add(batch_size=1, num_rows=4, context=0, seconds=9.0)
     assert few.current() == {1: COST}
 
 
@@ -50,10 +51,10 @@ def test_a_machine_twice_as_slow_is_twice_as_slow_everywhere() -> None:
 def test_stray_forwards_change_nothing_and_old_ones_are_forgotten() -> None:
     costs = live({1: COST}, *[(1, 4, 0.024)] * 4)
     for _ in range(MIN_FORWARDS):
-        costs.add(batch_size=1, num_rows=4, seconds=7.0)
+        costs.add(batch_size=1, num_rows=4, context=0, seconds=7.0)
     assert costs.current()[1].seconds == pytest.approx(COST.seconds)
     for _ in range(WINDOW):
-        costs.add(batch_size=1, num_rows=4, seconds=0.048)
+        costs.add(batch_size=1, num_rows=4, context=0, seconds=0.048)
     assert costs.current()[1].seconds[1] == pytest.approx(0.048)
 
 
@@ -67,7 +68,7 @@ def test_live_costs_never_fall_with_more_rows() -> None:
     rng = np.random.default_rng(0)
     costs = LiveCosts({1: COST})
     for rows in rng.integers(1, 100, 2 * WINDOW).tolist():
-        costs.add(batch_size=1, num_rows=rows, seconds=float(rng.uniform(0.01, 0.3)))
+        costs.add(batch_size=1, num_rows=rows, context=0, seconds=float(rng.uniform(0.01, 0.3)))
     seconds = costs.current()[1].seconds
     assert list(seconds) == sorted(seconds)
 
@@ -90,6 +91,57 @@ def test_what_is_no_staircase_is_refused(data) -> None:
     assert CostStaircase.from_json(COST.to_json()) == COST
     with pytest.raises(ThresholdError):
         CostStaircase.from_json(data)
+
+
+# -- contexts
+
+
+def test_a_context_costs_by_token_and_by_row() -> None:
+    assert SLOPED.extra(5, CONTEXT) == SLOPED.extra(5, 0) == 0
+    assert SLOPED.extra(5, CONTEXT + 100) == pytest.approx(100 * (2e-5 + 5e-5))
+    both = SLOPED.extra(np.array([1, 2]), np.array([CONTEXT + 10, CONTEXT + 20]))
+    assert both == pytest.approx([3e-4, 8e-4])
+    assert SLOPED.of_batch(4, (1, 4)).extra(2, CONTEXT + 1) == pytest.approx(4 * (2e-5 + 2e-5))
+
+
+def test_slopes_are_found_from_two_contexts() -> None:
+    rows = (1, 8, 16)
+    more = SLOPED.extra(np.array(rows), 1536).tolist()
+    found = replace(SLOPED, per_token=0.0, per_key=0.0).with_context(1536, rows, more)
+    assert (found.per_token, found.per_key) == pytest.approx((2e-5, 1e-5))
+    noise = COST.with_context(1536, rows, [0.002, 0.001, 0.0])  # more rows, less time
+    assert (noise.per_token > 0, noise.per_key) == (True, 0.0)
+
+
+def test_forwards_behind_long_contexts_do_not_look_slow() -> None:
+    costs = LiveCosts({2: SLOPED})
+    for _ in range(MIN_FORWARDS):
+        seconds = SLOPED.table(8)[7] + float(SLOPED.extra(8, 1000))
+        costs.add(batch_size=2, num_rows=16, context=2000, seconds=3 * seconds)
+    found = costs.current()[2]
+    assert found.seconds == pytest.approx([3 * s for s in SLOPED.seconds])
+    assert found.extra(8, 1000) == pytest.approx(3 * SLOPED.extra(8, 1000))
+
+
+def test_slopes_are_kept_and_are_never_negative() -> None:
+    assert CostStaircase.from_json(SLOPED.to_json()) == SLOPED
+    assert COST.to_json().keys() == {"rows", "seconds"}  # a set without slopes stays as it was
+    with pytest.raises(ThresholdError, match="negative"):
+        CostStaircase.from_json(SLOPED.to_json() | {"per_key": -1e-6})
+
+
+@pytest.mark.parametrize("batch_size", [1, 6])
+@pytest.mark.parametrize("context", [0, CONTEXT, 300, 2000])
+def test_a_price_is_what_a_stream_would_do_in_the_time(shipped, batch_size, context) -> None:
+    local = on(shipped, {8: SLOPED})
+    bucket = local.bucket_index(batch_size)
+    rows = np.arange(1, MAX_NODES + 2)
+    seconds = SLOPED.table(MAX_NODES + 1) + SLOPED.extra(rows, context)
+    near = local.tokens_of(SLOPED.seconds[0], batch_size=batch_size)  # in a plain step
+    scale, slope = local.prices_behind(bucket, context)
+    prices = scale * local.prices[bucket] + slope * (rows - 1)
+    assert prices == pytest.approx(near * (seconds - seconds[0]) / seconds[0])
+    assert local.plain_step_s(batch_size, context) == pytest.approx(seconds[0])
 
 
 # -- a threshold set on another machine

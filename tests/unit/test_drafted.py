@@ -9,9 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.trajectories import COST, markov_answers, stocked
+from tests.support.trajectories import (
+    COST,
+    SLOPED,
+    behind_long_prompts,
+    markov_answers,
+    stocked,
+)
 from valuspec import valuation
 from valuspec.calibration import calibrate
+from valuspec.cost import CostStaircase
 from valuspec.drafted import Drafted
 from valuspec.drafting.drafter import Drafter
 from valuspec.replay import Trajectory, filtered, labels, offers, replay, steps, unfiltered
@@ -22,21 +29,28 @@ SHIPPED = ThresholdSet.starting("any model")
 
 
 @settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 1000), tau=st.floats(0, 0.4), tok_s=st.floats(1, 500))
-def test_steps_are_those_of_decoding_anew(seed: int, tau: float, tok_s: float) -> None:
-    history, tests = markov_answers(12, seed), markov_answers(4, seed + 1)
+@given(
+    seed=st.integers(0, 1000),
+    tau=st.floats(0, 0.4),
+    tok_s=st.floats(1, 500),
+    cost=st.sampled_from([COST, SLOPED]),
+)
+def test_steps_are_those_of_decoding_anew(
+    seed: int, tau: float, tok_s: float, cost: CostStaircase
+) -> None:
+    history, tests = markov_answers(12, seed), behind_long_prompts(markov_answers(4, seed + 1))
     trees = (DraftTree.from_paths([h.output_ids.tolist() for h in history[:2]]),)
     tests[0] = replace(tests[0], retrieved=trees)
     tests[1] = replace(tests[1], output_ids=tests[1].output_ids[:1])  # prefill did it all
     drafter = stocked(history)
     drafted = Drafted(tests, drafter)
-    used = replace(SHIPPED, buckets=(BatchBucket(1, tau, tok_s, COST),))
+    used = replace(SHIPPED, buckets=(BatchBucket(1, tau, tok_s, cost),))
     for thresholds, select in ((used, filtered(used)), (None, unfiltered)):
         walk = drafted.walk(thresholds)
         anew = [step for t in tests for step in steps(t, drafter, select)]
         assert walk.kept.tolist() == [len(step.kept) for step in anew]
         assert walk.accepted.tolist() == [step.num_accepted for step in anew]
-        assert walk.tok_s(COST) == pytest.approx(replay(tests, drafter, select, COST).tok_s)
+        assert walk.tok_s(cost) == pytest.approx(replay(tests, drafter, select, cost).tok_s)
         value, taken = drafted.outcomes(walk, used)
         assert value.tolist() == [
             v for s in anew for v in valuation.values(s.candidate, used).tolist()

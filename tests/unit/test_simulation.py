@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jobs.simulation import MAX_NODES, Replayed, Scenario, examine, simulate
-from tests.support.trajectories import COST, markov_answers
+from tests.support.trajectories import COST, SLOPED, behind_long_prompts, markov_answers, stocked
+from valuspec.cost import CostStaircase
 from valuspec.drafting.drafter import Drafter
 from valuspec.replay import Select, filtered, oracle, plain, replay, unfiltered
 from valuspec.thresholds import ThresholdSet
@@ -21,6 +22,7 @@ SELECTS: dict[str, Select] = {
     "oracle": oracle,
 }
 ANSWERS = markov_answers(24, 3, 30)
+LONG = behind_long_prompts(ANSWERS)
 
 
 @pytest.mark.parametrize("live", [False, True])
@@ -40,6 +42,18 @@ def test_counts_are_those_of_replay(live: bool) -> None:
         assert found.mean_acceptance_length == pytest.approx(tally.mean_acceptance_length)
         assert found.nodes_per_step == pytest.approx(tally.nodes_per_step)
         assert found.offered_per_step == pytest.approx(tally.num_offered_nodes / tally.num_steps)
+
+
+@pytest.mark.parametrize("cost", [COST, SLOPED])
+def test_times_behind_long_contexts_are_those_of_replay(cost: CostStaircase) -> None:
+    served = simulate(LONG, Scenario(range(16), range(16, 24), live=False, num_trees=0), SELECTS)
+    drafter = stocked(LONG[:16])
+    for name, select in SELECTS.items():
+        tally = replay(LONG[16:], drafter, select, cost)
+        assert served[name].seconds(cost).sum() == pytest.approx(tally.seconds)
+        plainly = replay(LONG[16:], drafter, plain, cost).seconds
+        assert served[name].plain_seconds(cost).sum() == pytest.approx(plainly)
+    assert served["plain"].speedup(cost) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("live", [False, True])

@@ -92,7 +92,7 @@ def test_what_live_forwards_taught_is_there_at_the_next_start(
     busy.close()  # nothing was learned
     assert kept.stat().st_mtime_ns == written
     for _ in range(MIN_FORWARDS):
-        busy.add(batch_size=1, num_rows=1, seconds=0.005)
+        busy.add(batch_size=1, num_rows=1, context=0, seconds=0.005)
     busy.close()
     assert live_costs(target, 4).current()[1].seconds == pytest.approx((0.005, 0.01))
 
@@ -105,7 +105,7 @@ def test_costs_of_a_busy_machine_are_used_but_not_kept(target, tmp_path, monkeyp
     assert costs.current() == COSTS
     assert not list(Path(tmp_path).rglob("*.json"))
     for _ in range(MIN_FORWARDS):
-        costs.add(batch_size=1, num_rows=1, seconds=0.005)
+        costs.add(batch_size=1, num_rows=1, context=0, seconds=0.005)
     costs.close()
     assert live_costs(target, 4).current()[1].seconds == pytest.approx((0.005, 0.01))
 
@@ -130,12 +130,30 @@ def test_a_cache_that_cannot_be_written_costs_only_the_next_start(
     assert live_costs(target, 4).current() == COSTS
 
 
+def test_long_contexts_are_measured_as_far_as_the_model_can_see(target, monkeypatch) -> None:
+    """Forwards that take 1 ms, a microsecond for each token and two for each row and token."""
+    monkeypatch.setattr(target, "max_model_len", 1024)
+    monkeypatch.setattr(
+        measure._Batch,
+        "forward",
+        lambda batch, size, rows: 1e-3 + 1e-6 * size * batch._context * (1 + 2 * rows),
+    )
+    for size, cost in measure_costs(target, 4).costs.items():
+        assert (cost.per_token, cost.per_key) == pytest.approx((size * 1e-6, size * 2e-6))
+    cost = measure.measure_cost(target, batch_size=2)
+    assert (cost.per_token, cost.per_key) == pytest.approx((2e-6, 4e-6))
+    monkeypatch.setattr(target, "max_model_len", 400)
+    cost = measure.measure_cost(target)
+    assert (cost.per_token, cost.per_key) == (0, 0)
+
+
 def test_the_engine_times_its_forwards(target) -> None:
     told: list[tuple[int, int]] = []
 
     class Listener:
-        def add(self, *, batch_size: int, num_rows: int, seconds: float) -> None:
+        def add(self, *, batch_size: int, num_rows: int, context: int, seconds: float) -> None:
             assert seconds > 0
+            assert 30 * batch_size <= context < (30 + 20) * batch_size
             told.append((batch_size, num_rows))
 
     engine = engine_of(target, max_batch_size=2)

@@ -80,9 +80,12 @@ class CandidateBuilder:
         self._pool = _Pool.allocate()
 
     def build(
-        self, found: Continuations, num_rows: int, max_nodes: int, max_depth: int
+        self, found: Continuations, num_rows: int, max_nodes: int, max_depth: int, context: int = 0
     ) -> CandidateTree:
-        """Merge the first `num_rows` continuations into a tree of at most `max_nodes` nodes."""
+        """Merge the first `num_rows` continuations into a tree of at most `max_nodes` nodes.
+
+        context: tokens before it
+        """
         integers = np.empty((7, max_nodes), np.int32)
         floats = np.full((3, max_nodes), np.nan, np.float32)
         size = _build(self._pool, found, num_rows, max_nodes, max_depth, integers, floats)
@@ -92,7 +95,7 @@ class CandidateBuilder:
             sources, lengths, counts, parent_counts, depths, share, own_share, probability=none,
             rank=np.zeros(size, np.int32),
         )  # fmt: skip
-        return CandidateTree(DraftTree(tokens, parents, counts), evidence)
+        return CandidateTree(DraftTree(tokens, parents, counts), evidence, context)
 
 
 @kernel

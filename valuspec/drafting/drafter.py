@@ -80,6 +80,7 @@ class DraftSession:
         self._retrieved: SuffixIndex | None = None
         self._opening = prompt[-PROMPT_TAIL:]
         self._tail = prompt[:0]
+        self._length = 0
         self._extend(prompt)
 
     def extend(self, token_ids: TokenIds) -> None:
@@ -89,6 +90,7 @@ class DraftSession:
     def _extend(self, tokens: IntArray) -> None:
         self._own.append(tokens)
         self._tail = np.concatenate((self._tail, tokens[-CONTEXT:]))[-CONTEXT:]
+        self._length += len(tokens)
 
     def add_retrieved(self, trees: Iterable[DraftTree]) -> None:
         """Search these trees too, the most similar first; each hangs off a prompt like this one.
@@ -113,7 +115,8 @@ class DraftSession:
         if self._retrieved is not None:
             rows = self._retrieved.search(self._tail, found, rows, Source.RETRIEVED.value)
         rows = drafter._shared.search(self._tail, found, rows, Source.SHARED.value, self._owner)
-        return drafter._builder.build(found, rows, max_nodes, min(max_depth, MAX_DEPTH))
+        depth = min(max_depth, MAX_DEPTH)
+        return drafter._builder.build(found, rows, max_nodes, depth, self._length)
 
 
 def _documents(tree: DraftTree) -> Iterator[tuple[IntArray, IntArray]]:

@@ -29,17 +29,16 @@ class HeadDraft(NamedTuple):
     probability: NDArray[np.float32]
     rank: NDArray[np.int32]
 
-    def candidate(self) -> CandidateTree:
-        """The head's tree alone."""
-        return CandidateTree(
-            self.tree, Evidence.of_draft_model(self.tree, self.probability, self.rank)
-        )
+    def candidate(self, context: int = 0) -> CandidateTree:
+        """The head's tree alone, behind so many tokens."""
+        evidence = Evidence.of_draft_model(self.tree, self.probability, self.rank)
+        return CandidateTree(self.tree, evidence, context)
 
 
 def merge(occurred: CandidateTree, draft: HeadDraft) -> CandidateTree:
     """One candidate tree of both; nodes that occurred come first."""
     if not len(occurred):
-        return draft.candidate()
+        return draft.candidate(occurred.context)
     old = occurred.tree
     tokens, parents = old.tokens.tolist(), old.parents.tolist()
     places = {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True))}
@@ -54,7 +53,7 @@ def merge(occurred: CandidateTree, draft: HeadDraft) -> CandidateTree:
         where[node] = place
     tree = DraftTree.from_lists(tokens, parents)
     tree.counts[: len(old)] = old.counts
-    return CandidateTree(tree, _both(occurred.evidence, tree, draft, where))
+    return CandidateTree(tree, _both(occurred.evidence, tree, draft, where), occurred.context)
 
 
 def _both(

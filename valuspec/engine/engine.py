@@ -251,7 +251,12 @@ class Engine:
         self.target.wait()
         forward_s = time.perf_counter() - forward_started
         if not filling:  # the measured costs are those of decoding alone
-            self.live_costs.add(batch_size=len(decoding), num_rows=num_tree_rows, seconds=forward_s)
+            self.live_costs.add(
+                batch_size=len(decoding),
+                num_rows=num_tree_rows,
+                context=sum(sequence.committed for sequence in decoding),
+                seconds=forward_s,
+            )
         features = self.target.features if self.head_source is not None else None
         outputs = self._acceptance.accept(
             decoding, trees, logits[:num_tree_rows], features, forward_s

@@ -138,7 +138,7 @@ class HeadSource:
         return merged
 
     def _merged(self, candidate: CandidateTree, draft: HeadDraft) -> CandidateTree:
-        return draft.candidate() if self.alone else merge(candidate, draft)
+        return draft.candidate(candidate.context) if self.alone else merge(candidate, draft)
 
     def _pays(self, sequence: Running, gain: float, batch_size: int) -> bool:
         bucket = np.searchsorted(GAIN_EDGES, gain, side="right")

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 
-from valuspec.cost import ROWS, STAIRS, CostStaircase
+from valuspec.cost import CONTEXT, ROWS, STAIRS, CostStaircase
 from valuspec.engine.kv_cache import own_blocks
 from valuspec.engine.rows import SequenceRows
 from valuspec.engine.target import Target
 
-CONTEXT = 256
-"""Committed tokens before the measured rows: about a prompt and half an answer."""
+FAR = 1536
+"""A context behind which forwards of ROWS_FAR rows are measured as well."""
+ROWS_FAR = (1, 8, 16)
+TURNS_FAR = 3
 CHILDREN = 4
 """Branching of the measured trees; attention treats all shapes alike."""
 MAX_ROWS = 128
@@ -26,7 +29,8 @@ BUDGET_S = 5.0
 def measure_cost(target: Target, *, batch_size: int = 1, repeats: int = 5) -> CostStaircase:
     """Time forwards of `batch_size` sequences with 1 to 64 rows each, MAX_ROWS at most in all."""
     batch = _Batch(target, batch_size)
-    return CostStaircase.measure(partial(batch.forward, batch_size), points(batch_size), repeats)
+    cost = CostStaircase.measure(partial(batch.forward, batch_size), points(batch_size), repeats)
+    return cost.with_slopes_of(_behind_far_contexts(target, cost), batch_size)
 
 
 class MeasuredCosts(NamedTuple):
@@ -55,7 +59,10 @@ def measure_costs(
         if costs and time.perf_counter() > until:
             costs[size] = costs[measured].of_batch(-(-size // measured), points(size))
             continue
-        costs[size] = CostStaircase.measure(partial(batch.forward, size), points(size), until=until)
+        cost = CostStaircase.measure(partial(batch.forward, size), points(size), until=until)
+        if not costs:
+            alone = _behind_far_contexts(target, cost)
+        costs[size] = cost.with_slopes_of(alone, size)
         measured = size
     running_s = time.thread_time() - started_running
     return MeasuredCosts(costs, running_s / (time.perf_counter() - started))
@@ -68,27 +75,45 @@ def points(batch_size: int) -> list[int]:
     return [n for n in ROWS if n <= 2 or n * batch_size <= MAX_ROWS]
 
 
-class _Batch:
-    """Sequences of CONTEXT tokens, to verify trees of."""
+def _behind_far_contexts(target: Target, cost: CostStaircase) -> CostStaircase:
+    """The staircase with slopes, as far as the model can see; of one request.
 
-    def __init__(self, target: Target, num_sequences: int) -> None:
+    Near and far forwards take turns: what a longer context adds is less than a machine's speed
+    changes from minute to minute.
+    """
+    context = min(FAR, target.max_model_len - MAX_ROWS) // CONTEXT * CONTEXT
+    if context <= CONTEXT:
+        return cost
+    near, far = _Batch(target, 1), _Batch(target, 1, context)
+    turns = []
+    for _ in range(1 + TURNS_FAR):
+        turns.append([far.forward(1, n) - near.forward(1, n) for n in ROWS_FAR])
+    more = [median(differences) for differences in zip(*turns[1:], strict=True)]
+    return cost.with_context(context, ROWS_FAR, more)
+
+
+class _Batch:
+    """Sequences of so many tokens, a multiple of CONTEXT, to verify trees of."""
+
+    def __init__(self, target: Target, num_sequences: int, context: int = CONTEXT) -> None:
         self._target = target
-        self._cache = target.new_cache(own_blocks(num_sequences, CONTEXT + MAX_ROWS))
+        self._context = context
+        self._cache = target.new_cache(own_blocks(num_sequences, context + MAX_ROWS))
         self._tokens = np.arange(CONTEXT, dtype=np.int64) % target.vocab_size
         prompt = SequenceRows.chain(0, 0, self._tokens)
         target.forward([prompt], self._cache, np.array([CONTEXT - 1]))
         slots, first = np.arange(CONTEXT), np.zeros(CONTEXT, np.int64)
-        for place in range(1, num_sequences):
-            self._cache.move(
-                self._cache.cells(first, slots), self._cache.cells(first + place, slots)
-            )
+        computed = self._cache.cells(first, slots)
+        for place in range(num_sequences):  # what is in a cell does not change the time
+            for shift in range(0, context, CONTEXT):
+                self._cache.move(computed, self._cache.cells(first + place, shift + slots))
 
     def forward(self, batch_size: int, num_rows: int) -> float:
         """Seconds of one forward of the first sequences, each with a tree of `num_rows` rows."""
         parents = (np.arange(num_rows) - 1) // CHILDREN
         parents[0] = -1
         members = [
-            SequenceRows(place, CONTEXT, self._tokens[:num_rows], parents)
+            SequenceRows(place, self._context, self._tokens[:num_rows], parents)
             for place in range(batch_size)
         ]
         started = time.perf_counter()

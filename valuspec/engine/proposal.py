@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,7 +101,7 @@ class Proposer:
         if sequence.session is None or self._depth(sequence) <= 0:
             return None
         if self._head is not None and self._head.alone:
-            return NOTHING
+            return replace(NOTHING, context=sequence.context)
         started = time.perf_counter()
         try:
             candidate = sequence.session.propose(
