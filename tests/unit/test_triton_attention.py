@@ -11,6 +11,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,28 @@ from valuspec.engine.two_zone import TwoZoneAttention
 if sys.platform != "linux":
     pytest.skip("Triton is made for Linux alone", allow_module_level=True)
 
+from triton.runtime import interpreter
+
 from valuspec.engine import triton_attention
 from valuspec.engine.triton_attention import PRODUCT, SLICE, TILE, TritonAttention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _products_that_treat_rows_alike() -> Iterator[None]:
+    """As a GPU's do. The interpreter's are numpy's, where on some processors a row's bits depend
+    on its place in the tile."""
+
+    def create_dot(_builder: Any, a: Any, b: Any, d: Any, *_: Any) -> interpreter.TensorHandle:
+        product = np.einsum("mk,kn->mn", a.data, b.data, dtype=np.float64)
+        return interpreter.TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+        yield
+
+
 VOCAB = 50
 PATH = 3
 """Tokens of the trajectory that trees are compared on."""
