@@ -51,6 +51,38 @@ def test_the_sum_grows_in_order() -> None:
     assert linear(lost).eq(0).all()
 
 
+COMPILE = """
+from numba import cfunc, from_dtype, types
+import numpy as np
+from valuspec.engine import tile_kernels as kernels
+pointer = types.CPointer(from_dtype(np.dtype(kernels.Product)))
+print(cfunc(types.void(pointer))(kernels._multiply)._library.get_asm_str())
+"""
+
+
+@pytest.mark.parametrize(
+    ("cpu", "features", "adds", "never"),
+    [
+        ("haswell", "+avx2,+fma", "vfmadd231ps", "zmm"),
+        ("znver4", "+avx2,+fma,+avx512f,+avx512bw,+avx512vl,+avx512bf16", "vdpbf16ps", "vfmadd"),
+    ],
+)
+def test_each_kind_compiles_to_its_instruction(
+    cpu: str, features: str, adds: str, never: str, tmp_path: Path
+) -> None:
+    """Also for the processor that this one is not."""
+    names = {"CPU_NAME": cpu, "CPU_FEATURES": features, "CACHE_DIR": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        env=os.environ | {f"NUMBA_{name}": value for name, value in names.items()},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.count(adds) > 2 * sum(range(1, 7))  # two vectors of 1 to 6 rows, or more
+    assert never not in result.stdout
+
+
 @pytest.mark.skipif(not IN_TWOS, reason="the other kind is what is tested here anyway")
 def test_processors_without_the_instruction_have_tiles_too() -> None:
     """These tests and those of whole layers, compiled as for a processor with AVX2."""

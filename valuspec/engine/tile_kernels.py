@@ -79,7 +79,7 @@ def entry() -> EntryPoint:
 def _multiply(product: Any) -> None:
     """Piece by piece, a unit's outputs for all rows; where x is widened, for WIDENED of them.
 
-    Which piece a thread takes next is known one ahead, and its weights are asked for meanwhile.
+    There it is known one ahead which piece a thread takes next, whose weights are asked for.
     """
     p = carray(product, 1)[0]
     x = carray(_pointer(p.x), (p.num_rows, 2 * p.num_pairs), np.int16)
@@ -88,7 +88,8 @@ def _multiply(product: Any) -> None:
     widened_block = -1
     unit_bytes = 4 * OUTPUTS * p.num_pairs
     counter = _address(product)
-    piece, following = _take(counter), _take(counter)
+    piece = _take(counter)
+    following = piece if IN_TWOS else _take(counter)
     while piece < blocks * p.num_units:
         block, unit = piece // p.num_units, piece % p.num_units
         first, last = p.num_rows * block // blocks, p.num_rows * (block + 1) // blocks
@@ -113,7 +114,8 @@ def _multiply(product: Any) -> None:
                 2 * OUTPUTS * p.num_units,
                 p.weight + unit_bytes * (following % p.num_units),
             )
-        piece, following = following, _take(counter)
+        taken = _take(counter)
+        piece, following = (taken, taken) if IN_TWOS else (following, taken)
 
 
 @kernel
