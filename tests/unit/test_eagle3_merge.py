@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,8 +43,9 @@ def drafted(paths: list[list[int]], seed: int = 0) -> HeadDraft:
 
 @given(paths_of, paths_of, st.integers(0, 99))
 def test_the_merged_tree_has_the_nodes_and_the_evidence_of_both(one, other, seed) -> None:
-    candidate, draft = occurred(one), drafted(other, seed)
+    candidate, draft = replace(occurred(one), context=seed), drafted(other, seed)
     merged = merge(candidate, draft)
+    assert merged.context == seed
     nodes, old, new = by_path(merged.tree), by_path(candidate.tree), by_path(draft.tree)
     assert nodes.keys() == old.keys() | new.keys()
     merged.tree.validate(vocab_size=4, max_nodes=64, max_depth=4)

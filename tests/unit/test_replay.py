@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.trajectories import COST, markov_answers, stocked
+from tests.support.trajectories import COST, SLOPED, behind_long_prompts, markov_answers, stocked
+from valuspec.cost import CONTEXT
 from valuspec.drafting.drafter import MAX_DEPTH, Drafter
 from valuspec.evidence import CandidateTree, Evidence
 from valuspec.replay import (
@@ -101,6 +102,21 @@ def test_plain_decoding_costs_one_row_a_token() -> None:
     assert tally.num_draft_tokens == tally.num_accepted_tokens == 0
     assert tally.tok_s == pytest.approx(1 / COST.seconds[0])
     assert tally.mean_acceptance_length == 1.0
+
+
+def test_a_candidate_knows_how_many_tokens_lie_before_it() -> None:
+    """Prompt and output, whatever the candidate: what a forward costs depends on them."""
+    drafter = stocked(markov_answers(20, 1))
+    for answer in behind_long_prompts(markov_answers(3, 5)):
+        before = len(answer.prompt_ids) + 1
+        for step in steps(answer, drafter, SELECTS["filtered"]):
+            assert step.candidate.context == before
+            before += step.num_tokens
+        plainly = replay([answer], drafter, plain, SLOPED)
+        contexts = len(answer.prompt_ids) + 1 + np.arange(len(answer.output_ids) - 1)
+        beyond = np.maximum(0, contexts - CONTEXT).sum()
+        near = SLOPED.seconds[0] * len(contexts)
+        assert plainly.seconds == pytest.approx(near + 3e-5 * beyond)  # of a token, of one row
 
 
 def test_the_oracle_verifies_what_is_accepted_and_nothing_else() -> None:

@@ -49,6 +49,18 @@ def test_a_fast_set_is_never_doubted() -> None:
     assert [window(watch, speed) for speed in (2.0, 1.0, 0.91, 3.0)] == [None] * 4
 
 
+def test_long_contexts_are_not_taken_for_a_slow_set() -> None:
+    """Plain steps take a millisecond for each token before them; so do those of the requests."""
+    watch = SpeedWatch(lambda batch_size, context: 1e-3 * context)
+    stats = request(1.0)
+    stats.num_prompt_tokens = 300
+    steps = 300 + 2 * np.arange(NUM_STEPS)  # each of which brings two tokens
+    for share, verdict in ((0.95, None), (0.8, "suspect")):
+        stats.decode_s = float((2e-3 * steps).sum()) / share
+        verdicts = [watch.add(stats) for _ in range(SUSPICIOUS_WINDOWS * WINDOW_TOKENS // 200)]
+        assert {v.kind for v in verdicts if v} == ({verdict} if verdict else set())
+
+
 def test_one_slow_window_is_an_accident() -> None:
     watch = SpeedWatch(SET.plain_step_s)
     assert [window(watch, speed) for speed in (0.5, 1.5, 0.5, 1.5)] == [None] * 4

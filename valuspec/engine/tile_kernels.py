@@ -198,7 +198,7 @@ def _write_tile(
         _Place(pair, multiples[row // scale], scale) if row else _Place(pair)
         for row, scale in enumerate(scales)
     ]
-    if not IN_TWOS:  # not measured there
+    if not IN_TWOS:  # with twos it is not known yet whether this gains anything
         _ask_for(builder, builder.add(ahead, _offset(builder, k, 0)))
     grown = add_pair(builder, sums, weights, places)
     following = builder.add(k, int64(1))
@@ -236,7 +236,7 @@ class _Place(NamedTuple):
         return [self.base] if self.multiple is None else [self.base, self.multiple]
 
     def written(self, first: int) -> str:
-        """As the operand of an instruction whose operands `first` and, if any, the next it is."""
+        """In an instruction whose operand number `first` is the base; the multiple comes next."""
         if self.multiple is None:
             return f"(${first})"
         return f"(${first},${first + 1},{self.scale})"
@@ -267,10 +267,12 @@ def _add_one_by_one(builder: Any, sums: Any, weights: Any, places: list[_Place])
 
     def broadcast(place: _Place, offset: int) -> Any:
         operands = place.operands
+        # By hand, else the compiler runs out of registers. It is told that memory is read: x was
+        # widened just before.
         instruction = ir.InlineAsm(
             ir.FunctionType(lanes, [operand.type for operand in operands]),
             f"vbroadcastss {offset}{place.written(1)}, $0",
-            "=x" + ",r" * len(operands),
+            "=x" + ",r" * len(operands) + ",~{memory}",
         )
         return builder.call(instruction, operands)
 
