@@ -105,9 +105,8 @@ class CostStaircase:
 
     def extra(self, rows: Any, context: Any) -> Any:
         """Seconds beyond c(n) of n = `rows` behind `context` tokens; arrays broadcast."""
-        return np.maximum(0, np.asarray(context) - CONTEXT) * (
-            self.per_token + self.per_key * np.asarray(rows)
-        )
+        most = np.maximum if isinstance(context, np.ndarray) else max  # a step asks for one
+        return most(0, context - CONTEXT) * (self.per_token + self.per_key * rows)
 
     def with_context(
         self, context: int, rows: Sequence[int], more: Sequence[float]

@@ -89,7 +89,7 @@ class DraftTree:
         new_index[kept] = np.arange(len(kept), dtype=np.int32)
         old_parents = self.parents[kept]
         parents = new_index[old_parents]
-        if np.any((old_parents >= 0) & (parents < 0)):
+        if ((old_parents >= 0) & (parents < 0)).any():
             raise InvalidTreeError("selection keeps a node but drops its parent")
         return DraftTree(self.tokens[kept], parents, self.counts[kept])
 
@@ -125,7 +125,7 @@ class DraftTree:
                 f"token ids span {self.tokens.min()}..{self.tokens.max()}, "
                 f"vocabulary has {vocab_size}"
             )
-        if self.parents.min() < -1 or np.any(self.parents >= np.arange(n)):
+        if self.parents.min() < -1 or (self.parents >= np.arange(n)).any():
             raise InvalidTreeError("a parent does not precede its child (or is below -1)")
         if self.counts.min() < 1:
             raise InvalidTreeError(f"count {self.counts.min()}, at least 1 expected")

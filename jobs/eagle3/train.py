@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def train(target_name: str, prompt_files: Sequence[Path], out: Path, plan: Plan)
 
 
 class Trainer:
-    """AdamW on fp32 weights, products in bf16."""
+    """AdamW on fp32 weights; products in bf16 where the processor has them."""
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ class Trainer:
         ranks = []
         for start in range(0, len(answers), size):
             batch = Batch.of(answers[start : start + size], self._t2d)
-            with torch.autocast("cpu", torch.bfloat16):
+            with _fast_products():
                 ranks.append(unroll(self._head, batch, EVALUATED_STEPS).ranks)
         return torch.cat(ranks)
 
@@ -142,7 +143,7 @@ class Trainer:
         factor = learning_rate_factor(self.step, self.total)
         for group in self._optimizer.param_groups:
             group["lr"] = self._plan.learning_rate * factor
-        with torch.autocast("cpu", torch.bfloat16):
+        with _fast_products():
             unrolled = unroll(self._head, batch, self._plan.num_steps)
         self._optimizer.zero_grad()
         unrolled.loss.backward()  # type: ignore[no-untyped-call]
@@ -176,6 +177,12 @@ class Trainer:
                     for key in ("step", "exp_avg", "exp_avg_sq")
                 }
         return step
+
+
+def _fast_products() -> AbstractContextManager[object]:
+    """Products in bf16, unless the processor has to widen every number first: that takes longer."""
+    has_bf16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.autocast("cpu", torch.bfloat16, enabled=has_bf16)
 
 
 def learning_rate_factor(step: int, total: int) -> float:

@@ -21,7 +21,7 @@ from valuspec.engine import rows as rows_module
 from valuspec.engine import tile_kernels
 from valuspec.engine.kv_cache import BLOCK, KvCache, own_blocks
 from valuspec.engine.probe import choose_exact_mode, prefill, probe, random_tree
-from valuspec.engine.rows import NEAR, SequenceRows
+from valuspec.engine.rows import NEAR, SequenceRows, build_rows
 from valuspec.engine.target import Target
 from valuspec.engine.two_zone import TwoZoneAttention
 from valuspec.engine.types import SamplingParams
@@ -220,7 +220,7 @@ def test_ordinary_attention_would_differ(text: np.ndarray) -> None:
     context = torch.from_numpy(text[None, :start])
     rng = np.random.default_rng(0)
     tree, path = random_tree(rng, start, text[start:], model.config.vocab_size, 0)
-    positions, _ = tree.positions_and_near()
+    rows = build_rows([tree], np.zeros(1, np.int64), torch.device("cpu"), min_width=1)
     visible = torch.zeros(1, 1, len(tree), start + len(tree), dtype=torch.bool)
     visible[..., :start] = True
     for row, parent in enumerate(tree.parents.tolist()):
@@ -244,7 +244,7 @@ def test_ordinary_attention_would_differ(text: np.ndarray) -> None:
             torch.from_numpy(tree.token_ids[None]),
             cache,
             attention_mask=visible,
-            position_ids=torch.from_numpy(positions[None]),
+            position_ids=rows.positions[None],
         )
     pairs = [(logits[row], expected[depth]) for depth, row in enumerate(path)]
     # The same model and the same tree, so nearly the same numbers, but not the same bits.

@@ -24,7 +24,7 @@ from bench.common import Prompt
 from bench.identity import IdentityCheck
 from tests.support import engines
 from tests.support.tiny_models import EOS, tiny_model, tiny_target, wrap
-from valuspec.engine import acceptance, block_pool, path_kernels, tile_kernels, two_zone
+from valuspec.engine import acceptance, block_pool, path_kernels, rows, tile_kernels, two_zone
 from valuspec.engine import target as target_module
 from valuspec.engine.acceptance import Acceptance
 from valuspec.engine.attention import Attention
@@ -35,7 +35,6 @@ from valuspec.engine.path_attention import PathAttention
 from valuspec.engine.places import Places
 from valuspec.engine.probe import choose_exact_mode
 from valuspec.engine.row_ops import ResidualStream, Rotary
-from valuspec.engine.rows import SequenceRows
 from valuspec.engine.sequence import Sequence
 from valuspec.engine.two_zone import Group, TwoZoneAttention
 from valuspec.engine.types import SamplingParams
@@ -186,25 +185,26 @@ MUTATIONS = [
     TwoZoneMutation("zone of the tree's root for all its rows", Group, "masks",
              "keys > p - NEAR", "keys > p.min() - NEAR"),
     TwoZoneMutation("near zone in order of slots, not of the path",
-             SequenceRows, "positions_and_near",
-             "near[row, :-1] = near[parent, 1:]", "near[row, :-1] = slot + window[:-1]"),
+             rows, "_lay_out",
+             "near[row, j] = near[first + parent, j + 1]",
+             "near[row, j] = slots[row] - (NEAR - 1 - j)"),
     TwoZoneMutation("near zone not shifted from parent to child",
-             SequenceRows, "positions_and_near",
-             "near[parent, 1:]", "near[parent, :-1]"),
-    TwoZoneMutation("near zone begins a token early", SequenceRows, "positions_and_near",
-             "near[row] = self.start + window", "near[row] = self.start + window - 1"),
-    TwoZoneMutation("near zone without the row itself", SequenceRows, "positions_and_near",
-             "near[row, -1] = slot", "near[row, -1] = slot - 1"),
-    Mutation("trees taken for chains", SequenceRows, "positions_and_near",
-             "if self.is_chain:", "if True:"),
+             rows, "_lay_out",
+             "near[first + parent, j + 1]", "near[first + parent, j]"),
+    TwoZoneMutation("near zone begins a token early", rows, "_lay_out",
+             "positions[row] - (NEAR - 1 - j)",
+             "positions[row] - (NEAR - 1 - j) - (not in_order)"),
+    TwoZoneMutation("near zone without the row itself", rows, "_lay_out",
+             "near[row, NEAR - 1] = slots[row]", "near[row, NEAR - 1] = slots[row] - 1"),
+    Mutation("trees taken for chains", rows, "_lay_out", "and parents[first + i] == i - 1", ""),
     # ---- position ids
-    Mutation("position is the slot", SequenceRows, "positions_and_near",
-             "positions[parent] + 1", "min(slot, self.start + NEAR - 1)"),
-    Mutation("children at their parent's position", SequenceRows, "positions_and_near",
-             "positions[parent] + 1", "positions[parent]"),
-    Mutation("chains one position late", SequenceRows, "positions_and_near",
-             "positions = self.start + np.arange(len(self))",
-             "positions = self.start + np.arange(len(self)) + (self.start > 0)", reference),
+    Mutation("position is the slot", rows, "_lay_out",
+             "positions[first + parent] + 1", "min(slots[row], start + NEAR - 1)"),
+    Mutation("children at their parent's position", rows, "_lay_out",
+             "positions[first + parent] + 1", "positions[first + parent]"),
+    Mutation("chains one position late", rows, "_lay_out",
+             "start + i if in_order else start", "start + i + (start > 0) if in_order else start",
+             reference),
     # ---- acceptance
     Mutation("any child accepted", acceptance, "verify",
              "children.get((row, token))",
@@ -213,8 +213,8 @@ MUTATIONS = [
              "children.get((row, token))",
              "next((r for (_, t), r in children.items() if t == token and r > row), None)"),
     Mutation("tokens after the end kept", Sequence, "emit", "break", "pass", ending),
-    Mutation("all draws of a step from one position", acceptance, "choose",
-             " + ahead", "", seeded_identity),
+    Mutation("all draws of a step from one position", acceptance, "choices",
+             " + next(ahead)", "", seeded_identity),
     # ---- the KV commit
     Mutation("accepted rows not moved", Acceptance, "_commit", "if places:", "if False:"),
     Mutation("accepted rows moved one slot too far", Acceptance, "_commit",
@@ -247,9 +247,10 @@ MUTATIONS = [
     Mutation("keys before the window weighed", path_kernels, "_attend_together",
              "skip = min(count, max(0, paths.lowest[row] - at))", "skip = 0", reference),
     Mutation("window one too narrow on the path", PathAttention, "_through",
-             "rows.lengths - window", "rows.lengths - window + 1", reference),
-    Mutation("a tree row does not see itself", target_module, "build_rows",
-             "lengths = positions + 1", "lengths = np.maximum(positions, starts)"),
+             "paths[3] - window", "paths[3] - window + 1", reference),
+    Mutation("a tree row does not see itself", rows, "_lay_out",
+             "lengths[row] = positions[row] + 1",
+             "lengths[row] = max(positions[row], starts[row])"),
     # ---- the block
     Mutation("rotation the other way round", Rotary, "rotate",
              "turned, sin[:, None]", "turned, -sin[:, None]", reference),
@@ -275,7 +276,7 @@ def test_every_promised_part_is_mutated() -> None:
     judged = {(m.owner, m.name) for m in MUTATIONS if m.noticed_by is identity}
     assert judged >= {
         (Group, "masks"),
-        (SequenceRows, "positions_and_near"),
+        (rows, "_lay_out"),
         (acceptance, "verify"),
         (Acceptance, "_commit"),
         (KvCache, "move"),

@@ -11,7 +11,7 @@ from tests.support import engines
 from tests.support.tiny_models import tiny_target
 from valuspec.engine.kv_cache import own_blocks
 from valuspec.engine.rows import SequenceRows
-from valuspec.engine.sampling import greedy_token, sample_token
+from valuspec.engine.sampling import Greedy, sample_token
 from valuspec.engine.types import SamplingParams
 from valuspec.engine.verify import verify
 from valuspec.errors import RequestError
@@ -36,23 +36,29 @@ def chi_square(tokens: list[int], probabilities: np.ndarray) -> float:
     return float((((seen - expected)[possible]) ** 2 / expected[possible]).sum())
 
 
+def greedy(logits: torch.Tensor) -> int:
+    return Greedy(torch.stack([-logits, logits])).token(1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_greedy_is_the_argmax_and_ties_go_to_the_lowest_id(dtype: torch.dtype) -> None:
-    assert greedy_token(LOGITS.to(dtype)) == 2
-    assert greedy_token(torch.zeros(49152, dtype=dtype)) == 0
+    assert greedy(LOGITS.to(dtype)) == 2
+    assert greedy(torch.zeros(49152, dtype=dtype)) == 0
     spread = torch.full((49152,), -3.0, dtype=dtype)
     spread[[70, 30_000, 49_151]] = -1
-    assert greedy_token(spread) == 70
+    assert greedy(spread) == 70
     zeros = torch.full((99,), -1.0, dtype=dtype)
     zeros[40], zeros[50] = -0.0, 0.0
-    assert greedy_token(zeros) == 40, "the two zeros are equal"
+    assert greedy(zeros) == 40, "the two zeros are equal"
     for seed in range(50):
         generator = torch.Generator().manual_seed(seed)
         row = (torch.randn(997, generator=generator) * 2 - 3).to(dtype)
         row[seed] = torch.inf if seed % 5 == 0 else row[seed]
         row[seed + 1] = -torch.inf
         ties = torch.nonzero(row == row.max())
-        assert greedy_token(row) == int(ties[0])
+        assert greedy(row) == int(ties[0])
+        row[seed * 19] = -torch.nan if seed % 2 else torch.nan
+        assert greedy(row) == int(row.argmax()), "as torch, for what is not a number"
 
 
 def test_golden_draws() -> None:

@@ -86,7 +86,7 @@ def test_each_kind_compiles_to_its_instruction(
 @pytest.mark.skipif(not IN_TWOS, reason="the other kind is what is tested here anyway")
 def test_processors_without_the_instruction_have_tiles_too() -> None:
     """These tests and those of whole layers, compiled as for a processor with AVX2."""
-    files = [__file__, str(Path(__file__).with_name("test_compiled_layers.py"))]
+    files = [__file__, str(Path(__file__).with_name("test_compiled_forward.py"))]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
         env={**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma"},

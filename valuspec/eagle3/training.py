@@ -74,7 +74,7 @@ class Batch:
             label_ids[begin:end] = ids
             label_p[begin:end] = p / p.sum(-1, keepdim=True).clamp(min=1e-6)
             anchors.append(torch.arange(begin, end - 2))
-        features = torch.cat([a.features for a in answers])
+        features = torch.cat([a.features for a in answers]).float()
         return cls(features, tokens, first, torch.cat(anchors), label_ids, label_p,
                    label_ids[:, 0] >= 0)  # fmt: skip
 

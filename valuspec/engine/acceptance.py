@@ -6,6 +6,7 @@ Nothing here looks at values or thresholds: the target's own choices alone decid
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from valuspec.engine.head_source import HeadSource
 from valuspec.engine.kv_cache import KvCache
 from valuspec.engine.rows import SequenceRows
-from valuspec.engine.sampling import greedy_token, sample_token
+from valuspec.engine.sampling import Greedy, sample_token
 from valuspec.engine.sequence import Sequence
 from valuspec.engine.types import StepOutput
 from valuspec.engine.verify import Verdict, verify
@@ -40,14 +41,15 @@ class Acceptance:
     ) -> list[StepOutput]:
         """What each sequence gained by a forward.
 
-        logits: [num_rows, vocab_size], the trees' rows one tree after the other
+        logits: [at least num_rows, vocab_size], the trees' rows first, one tree after the other
         features: [at least num_rows, 3 * hidden], of the same rows; None where no head wants them
         """
+        greedy = Greedy(logits)
         verdicts = []
-        offset = 0
+        first = 0
         for sequence, tree in zip(sequences, trees, strict=True):
-            verdicts.append(_verify(sequence, tree, logits[offset : offset + len(tree)]))
-            offset += len(tree)
+            verdicts.append(verify(tree, choices(sequence, logits, greedy, first)))
+            first += len(tree)
         if self._head is not None and features is not None:
             self._head.observe_trees(sequences, trees, verdicts, features)
         self._commit(sequences, trees, verdicts)
@@ -61,6 +63,10 @@ class Acceptance:
             )
             outputs.append(sequence.emit(verdict.token_ids))
         return outputs
+
+    def begin(self, sequence: Sequence, logits: torch.Tensor, row: int) -> StepOutput:
+        """The first token of a sequence whose context ends in a row of logits."""
+        return sequence.emit((choices(sequence, logits, Greedy(logits), row)(0),))
 
     def _commit(
         self, sequences: list[Sequence], trees: list[SequenceRows], verdicts: list[Verdict]
@@ -81,14 +87,16 @@ class Acceptance:
             self._cache.move(cells(np.array(sources)), cells(np.array(targets)))
 
 
-def _verify(sequence: Sequence, rows: SequenceRows, logits: torch.Tensor) -> Verdict:
-    ahead = itertools.count()
-    return verify(rows, lambda row: choose(sequence, logits[row], next(ahead)))
+def choices(
+    sequence: Sequence, logits: torch.Tensor, greedy: Greedy, first: int
+) -> Callable[[int], int]:
+    """The target's next token after a row, to be asked for in order of position.
 
-
-def choose(sequence: Sequence, logits: torch.Tensor, ahead: int) -> int:
-    """The target's token `ahead` places after the last output token, from its logits."""
+    logits: of the whole forward, with `greedy` of the same; the sequence's row 0 is row `first`
+    """
     if sequence.greedy:
-        return greedy_token(logits)
-    position = len(sequence.request.prompt_ids) + len(sequence.output_ids) + ahead
-    return sample_token(logits, sequence.request.params, position)
+        return lambda row: greedy.token(first + row)
+    position = len(sequence.request.prompt_ids) + len(sequence.output_ids)
+    ahead = itertools.count()
+    params = sequence.request.params
+    return lambda row: sample_token(logits[first + row], params, position + next(ahead))

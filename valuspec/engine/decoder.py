@@ -13,8 +13,8 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from valuspec.engine.attention import Attention
-from valuspec.engine.compiled_layers import CompiledLayers
-from valuspec.engine.linear import Linear, TiledLinear, packed
+from valuspec.engine.compiled_forward import CompiledForward
+from valuspec.engine.linear import Linear, packed
 from valuspec.engine.path_attention import PathAttention
 from valuspec.engine.ranks import RankGroup, RowSplitLinear
 from valuspec.engine.row_ops import Angles, ResidualStream, RmsNorm, Rotary, gated
@@ -91,11 +91,11 @@ class LeanDecoder:
             positions = torch.arange(max_model_len, device=self.embedding.device)[None]
             cos, sin = model.model.rotary_emb(self.embedding[:1], positions)
         self.rotary = Rotary(cos[0], sin[0], attention.scaling)
-        self._compiled = CompiledLayers.of(
-            self.layers, self.norm, self.rotary, self.num_heads, self.num_kv_heads
-        )
-        tiled = self._compiled is not None and isinstance(self.head, TiledLinear)
-        self.fewest_rows = 1 if tiled else 4
+        self._compiled = CompiledForward.of(
+            self.layers, self.embedding, self.rotary, self.norm, self.head, self.num_heads,
+            self.num_kv_heads,
+        )  # fmt: skip
+        self.fewest_rows = 4 if self._compiled is None else 1
         self.feature_layers: tuple[int, ...] = ()
         """Layers whose inputs a draft head wants to see, ascending."""
         self.features: torch.Tensor | None = None
@@ -103,16 +103,12 @@ class LeanDecoder:
 
     @torch.inference_mode()
     def forward(self, rows: Rows, attention: Attention) -> torch.Tensor:
-        hidden = self.embedding.index_select(0, rows.token_ids)
-        angles = self.rotary.at(rows.positions)
         if self._compiled is not None and isinstance(attention, PathAttention):
-            x, self.features = self._compiled.forward(
-                hidden, angles, attention, feature_layers=self.feature_layers
-            )
-        else:
-            x, self.features = self._layer_by_layer(hidden, angles, attention)
-        logits: torch.Tensor = self.head(x.index_select(0, rows.logit_rows))
-        return logits
+            logits, self.features = self._compiled.forward(rows, attention, self.feature_layers)
+            return logits
+        hidden = self.embedding.index_select(0, rows.token_ids)
+        x, self.features = self._layer_by_layer(hidden, self.rotary.at(rows.positions), attention)
+        return self.head(x.index_select(0, rows.logit_rows))
 
     def _layer_by_layer(
         self, hidden: torch.Tensor, angles: Angles, attention: Attention

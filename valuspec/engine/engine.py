@@ -17,7 +17,7 @@ import numpy as np
 
 from valuspec.cost import LiveCosts
 from valuspec.drafting.drafter import Drafter
-from valuspec.engine.acceptance import Acceptance, choose
+from valuspec.engine.acceptance import Acceptance
 from valuspec.engine.block_pool import BlockPool
 from valuspec.engine.head_source import HeadChoice, HeadSource
 from valuspec.engine.kv_cache import BLOCK
@@ -243,11 +243,12 @@ class Engine:
         trees = self._proposer.rows(decoding, self.node_filter)
         chunks = [_next_chunk(sequence, num_rows) for sequence, num_rows in filling]
         num_tree_rows = sum(map(len, trees))
-        ends = num_tree_rows + np.cumsum([len(chunk) for chunk in chunks], dtype=np.int64) - 1
+        wanted = np.arange(num_tree_rows)
+        if chunks:
+            ends = num_tree_rows + np.cumsum([len(chunk) for chunk in chunks]) - 1
+            wanted = np.concatenate([wanted, ends])
         forward_started = time.perf_counter()
-        logits = self.target.forward(
-            [*trees, *chunks], self._cache, np.concatenate([np.arange(num_tree_rows), ends])
-        )
+        logits = self.target.forward([*trees, *chunks], self._cache, wanted)
         self.target.wait()
         forward_s = time.perf_counter() - forward_started
         if not filling:  # the measured costs are those of decoding alone
@@ -258,17 +259,16 @@ class Engine:
                 seconds=forward_s,
             )
         features = self.target.features if self.head_source is not None else None
-        outputs = self._acceptance.accept(
-            decoding, trees, logits[:num_tree_rows], features, forward_s
-        )
+        outputs = self._acceptance.accept(decoding, trees, logits, features, forward_s)
         elapsed = time.perf_counter() - started
         for sequence in decoding:
             sequence.stats.decode_s += elapsed
-        for (sequence, _), chunk, last in zip(filling, chunks, logits[num_tree_rows:], strict=True):
+        rows = itertools.count(num_tree_rows)
+        for (sequence, _), chunk, row in zip(filling, chunks, rows, strict=False):
             sequence.committed += len(chunk)
             sequence.stats.prefill_s += elapsed
             if sequence.committed == sequence.context and not sequence.output_ids:
-                outputs.append(sequence.emit((choose(sequence, last, 0),)))
+                outputs.append(self._acceptance.begin(sequence, logits, row))
         if self.head_source is not None and features is not None:
             chunked = [(s, chunk) for (s, _), chunk in zip(filling, chunks, strict=True)]
             self.head_source.observe_chunks(chunked, features[num_tree_rows:])

@@ -21,15 +21,15 @@ step this takes a fraction of the time of matrix products, whose fixed costs dom
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from valuspec.engine import path_kernels, team
-from valuspec.engine.bits import aligned_zeros, as_numpy
+from valuspec.engine.bits import address, aligned_zeros, as_numpy
 from valuspec.engine.kv_cache import BLOCK, KvCache
 from valuspec.engine.path_kernels import QUERIES, Call, Int64Array
 from valuspec.engine.rows import NEAR, Rows
@@ -39,52 +39,26 @@ _KEYS_FOR_TEAM = 1000
 
 
 class PathAttention:
-    """Attention of one forward over a bf16 or fp32 cache in main memory."""
+    """Attention of one forward over a bf16 or fp32 cache in main memory.
+
+    floats_of_scratch: working memory a thread needs, in fp32 numbers
+    """
 
     def __init__(self, rows: Rows, cache: KvCache) -> None:
         self.cache = cache
         self._rows = rows
-        self._keys = as_numpy(cache.keys)
-        self._values = as_numpy(cache.values)
-        self._cells = cache.cells(rows.sequences, rows.slots)
-        self._paths: dict[int | None, Int64Array] = {}
-        # Rows of padding stay zero: finite, and never read.
-        num_heads = cache.group_size * cache.num_kv_heads
-        shape = (len(rows.token_ids), num_heads * cache.head_size)
-        self._out = torch.zeros(shape, dtype=cache.dtype)
-
-        enough = int(rows.lengths.sum()) >= _KEYS_FOR_TEAM
-        self._num_threads = torch.get_num_threads() if enough else 1
-        self._groups = _groups(rows, cache.group_size)
-        longest = int(rows.lengths.max())
-        per_head = max(QUERIES, cache.group_size)
-        floats = path_kernels.floats_of_scratch(per_head, cache.head_size, BLOCK, longest)
-        self._scratch = aligned_zeros((self._num_threads, floats), np.float32)
-        self._taken = np.zeros(3, np.int64)
-        self._near = np.ascontiguousarray(rows.near)
-        self._work = path_kernels.entry(self._keys.dtype.type)
-        self._call = Call(
-            taken=self._taken.ctypes.data,
-            out=self._out.data_ptr(),
-            tables=cache.tables.ctypes.data,
-            near=self._near.ctypes.data,
-            cells=self._cells.ctypes.data,
-            groups=self._groups.ctypes.data,
-            scratch=self._scratch.ctypes.data,
-            num_rows=rows.num_rows,
-            num_heads=num_heads,
-            num_kv_heads=cache.num_kv_heads,
-            head_size=cache.head_size,
-            value_size=cache.values.shape[-1],
-            num_blocks=cache.num_blocks,
-            block_size=BLOCK,
-            num_sequences=cache.tables.shape[0],
-            blocks_each=cache.tables.shape[1],
-            num_near=NEAR,
-            num_groups=len(self._groups),
-            longest=longest,
-            floats_each=floats,
+        self._cells = np.empty(rows.num_rows, np.int64)
+        self._groups = np.empty((rows.num_rows, 2), np.int64)
+        self._num_groups, self._longest, self._num_keys = path_kernels.plan(
+            rows.paths, rows.slots, rows.counts, cache.tables, BLOCK,
+            max(1, QUERIES // cache.group_size), self._cells, self._groups,
+        )  # fmt: skip
+        if self._num_groups < 0:
+            raise IndexError(f"row {self._longest} lies beyond the blocks of its sequence")
+        self.floats_of_scratch = path_kernels.floats_of_scratch(
+            max(QUERIES, cache.group_size), cache.head_size, BLOCK, self._longest
         )
+        self._paths: dict[int | None, Int64Array] = {None: rows.paths}
 
     def attend(
         self,
@@ -95,57 +69,69 @@ class PathAttention:
         softcap: float | None = None,
     ) -> torch.Tensor:
         """See `Attention.attend`."""
-        keys, values = self._keys[layer], self._values[layer]
-        path_kernels.store(as_numpy(qkv), keys, values, self._cells)
-        call = self._call
-        call.qkv = qkv.data_ptr()
-        call.keys, call.values = keys.ctypes.data, values.ctypes.data
-        call.paths = self._through(window).ctypes.data
-        call.softcap = softcap or 0.0
-        self._taken[:] = 0
-        team.run(self._work.address, ctypes.addressof(call), self._num_threads)
-        return self._out
+        path_kernels.store(
+            as_numpy(qkv), as_numpy(self.cache.keys[layer]), as_numpy(self.cache.values[layer]),
+            self._cells,
+        )  # fmt: skip
+        alone = self._alone
+        call = alone.calls[layer : layer + 1]
+        call["qkv"], call["softcap"] = qkv.data_ptr(), softcap or 0.0
+        call["paths"] = self.write(call, [window])
+        alone.taken[:] = 0
+        team.run(alone.work.address, call.ctypes.data, alone.num_threads)
+        return alone.out
 
-    def prepare(
-        self, calls: NDArray[np.void], qkv: int, windows: Sequence[int | None], num_threads: int
-    ) -> torch.Tensor:
-        """Write down what `store_entry` and `entry` are to be given for each layer.
+    @cached_property
+    def _alone(self) -> _Alone:
+        return _Alone(self._rows, self.cache, self.floats_of_scratch, self._num_keys)
 
-        calls: [layers] of `Call`, valid as long as this object; qkv: address of what `attend` takes
-        windows: by layer; num_threads: most that will come
-        Returns where every layer's output will be, [padded rows, heads * head size].
+    def write(self, calls: NDArray[np.void], windows: Sequence[int | None]) -> Int64Array:
+        """Tell calls, for any layers, of the rows; valid as long as this object.
+
+        Returns for each sliding window the address of the rows' paths through it.
         """
-        layers = np.arange(len(calls))
-        self._taken = np.zeros((len(calls), 3), np.int64)
-        self._scratch = aligned_zeros((num_threads, self._call.floats_each), np.float32)
-        self._call.qkv, self._call.scratch = qkv, self._scratch.ctypes.data
-        calls[:] = np.frombuffer(bytes(self._call), calls.dtype)
-        for name, of_layers in (
-            ("taken", self._taken),
-            ("keys", self._keys),
-            ("values", self._values),
-        ):
-            calls[name] = of_layers.ctypes.data + layers * of_layers.strides[0]
-        calls["paths"] = [self._through(window).ctypes.data for window in windows]
-        return self._out
+        calls["near"] = address(self._rows.near)
+        calls["cells"], calls["groups"] = address(self._cells), address(self._groups)
+        calls["num_rows"], calls["num_groups"] = self._rows.num_rows, self._num_groups
+        calls["longest"], calls["floats_each"] = self._longest, self.floats_of_scratch
+        return np.array([address(self._through(window)) for window in windows])
 
     def _through(self, window: int | None) -> Int64Array:
         """The rows' paths as seen through a sliding window; the same few for all layers."""
         if window not in self._paths:
-            rows = self._rows
-            lowest = np.zeros_like(rows.lengths)
-            if window is not None:
-                lowest = np.maximum(0, rows.lengths - window)
-            self._paths[window] = np.stack([rows.sequences, rows.starts, lowest, rows.lengths])
+            paths = self._paths[window] = self._rows.paths.copy()
+            paths[2] = np.maximum(0, paths[3] - window)
         return self._paths[window]
 
 
-def _groups(rows: Rows, group_size: int) -> Int64Array:
-    """int64 [groups, 2]: rows of one sequence, as many as share a block turned into fp32."""
-    most = max(1, QUERIES // group_size)
-    groups, first = [], 0
-    for member in rows.members:
-        end = first + len(member)
-        groups += [(low, min(low + most, end)) for low in range(first, end, most)]
-        first = end
-    return np.array(groups, np.int64)
+class _Alone:
+    """What attention brings along when each layer calls it by itself."""
+
+    def __init__(self, rows: Rows, cache: KvCache, floats_of_scratch: int, num_keys: int) -> None:
+        # Rows of padding stay zero: finite, and never read.
+        num_heads = cache.group_size * cache.num_kv_heads
+        self.out = torch.zeros(
+            (len(rows.token_ids), num_heads * cache.head_size), dtype=cache.dtype
+        )
+        self.num_threads = torch.get_num_threads() if num_keys >= _KEYS_FOR_TEAM else 1
+        self._scratch = aligned_zeros((self.num_threads, floats_of_scratch), np.float32)
+        self.taken = np.zeros(3, np.int64)
+        self.work = path_kernels.entry(as_numpy(cache.keys).dtype.type)
+        self.calls = np.zeros(cache.num_layers, np.dtype(Call))
+        describe(cache, self.calls)
+        self.calls["out"], self.calls["taken"] = self.out.data_ptr(), self.taken.ctypes.data
+        self.calls["scratch"] = self._scratch.ctypes.data
+
+
+def describe(cache: KvCache, calls: NDArray[np.void]) -> None:
+    """Tell calls, one for each layer, of the cache."""
+    layers = np.arange(len(calls))
+    for name, stored in (("keys", as_numpy(cache.keys)), ("values", as_numpy(cache.values))):
+        calls[name] = stored.ctypes.data + layers * stored.strides[0]
+    calls["tables"] = cache.tables.ctypes.data
+    calls["num_sequences"], calls["blocks_each"] = cache.tables.shape
+    calls["num_heads"] = cache.group_size * cache.num_kv_heads
+    calls["num_kv_heads"], calls["head_size"] = cache.num_kv_heads, cache.head_size
+    calls["value_size"] = cache.values.shape[-1]
+    calls["num_blocks"], calls["block_size"] = cache.num_blocks, BLOCK
+    calls["num_near"] = NEAR

@@ -104,6 +104,37 @@ class Scratch(NamedTuple):
     """[LANES]"""
 
 
+@kernel
+def plan(
+    paths: Int64Array, slots: Int64Array, counts: Int64Array, tables: Int64Array,
+    block_size: int, most: int, cells: Int64Array, groups: Int64Array,
+) -> tuple[int, int, int]:  # fmt: skip
+    """Fill `cells` and `groups` as in `Call`; (groups, longest path, keys of all rows).
+
+    paths: as in `Call`; slots: where the rows' keys and values go
+    counts: rows of each sequence; most: rows that share a block turned into fp32
+    Returns (-1, row, 0) for a row that has no place in the tables.
+    """
+    first, num_groups = 0, 0
+    for count in counts:
+        for low in range(first, first + count, most):
+            groups[num_groups, 0], groups[num_groups, 1] = low, min(low + most, first + count)
+            num_groups += 1
+        first += count
+    sequences, lengths = paths[0], paths[3]
+    longest, num_keys = 0, 0
+    for row in range(slots.size):
+        if not (
+            0 <= sequences[row] < tables.shape[0] and 0 <= slots[row] < block_size * tables.shape[1]
+        ):
+            return -1, row, 0
+        block = tables[sequences[row], slots[row] // block_size]
+        cells[row] = block * block_size + slots[row] % block_size
+        longest = max(longest, lengths[row])
+        num_keys += lengths[row]
+    return num_groups, longest, num_keys
+
+
 # -- numbers --------------------------------------------------------------------------------------
 
 

@@ -59,10 +59,11 @@ class Program:
     def __init__(self, steps: Sequence[Step]) -> None:
         self._steps = tuple(steps)  # keeps what the addresses point to
         self._addresses = np.array([(s.work.address, s.argument) for s in steps], np.int64)
+        self._address = self._addresses.ctypes.data
 
     def run(self, num_threads: int) -> None:
         """Do all of it. num_threads: as `team.size` says, or 1."""
-        run = _Run(0, num_threads, self._addresses.ctypes.data, len(self._addresses))
+        run = _Run(0, num_threads, self._address, len(self._steps))
         team.run(_entry().address, ctypes.addressof(run), num_threads)
 
 

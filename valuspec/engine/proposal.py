@@ -74,7 +74,7 @@ class Proposer:
         most = MAX_TREE_NODES * len(sequences)
         if self._max_rows is not None:
             most = min(most, self._max_rows - len(sequences))
-        trees = [DraftTree.empty()] * len(sequences)
+        trees = [NOTHING.tree] * len(sequences)
         if most > 0:
             offers = [(i, self._draft(sequence)) for i, sequence in enumerate(sequences)]
             drafted = [(i, candidate) for i, candidate in offers if candidate is not None]

@@ -45,9 +45,11 @@ class RowsRotation(ctypes.Structure):
         ("heads", ctypes.c_int64),  # -> [num_rows, queries + 2 * keys, size]
         ("query_scale", ctypes.c_int64),  # -> float32 [size], or 0
         ("key_scale", ctypes.c_int64),  # -> float32 [size], or 0
-        ("cos", ctypes.c_int64),  # -> float32 [num_rows, size]
-        ("sin", ctypes.c_int64),  # -> float32 [num_rows, size], signed
+        ("positions", ctypes.c_int64),  # -> int64 [num_rows]
+        ("cos", ctypes.c_int64),  # -> float32 [num_positions, size]
+        ("sin", ctypes.c_int64),  # -> float32 [num_positions, size], signed
         ("num_rows", ctypes.c_int64),
+        ("num_positions", ctypes.c_int64),
         ("num_queries", ctypes.c_int64),
         ("num_keys", ctypes.c_int64),
         ("size", ctypes.c_int64),
@@ -64,6 +66,20 @@ class RowsGate(ctypes.Structure):
         ("x", ctypes.c_int64),  # -> [num_rows, 2, size]: gate, up
         ("y", ctypes.c_int64),  # -> [num_rows, size]
         ("num_rows", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+    )
+
+
+class RowsPick(ctypes.Structure):
+    """y[row] = x[picked[row]]."""
+
+    _fields_ = (
+        ("taken", ctypes.c_int64),  # rows that threads took
+        ("x", ctypes.c_int64),  # -> [num_choices, size]
+        ("picked", ctypes.c_int64),  # -> int64 [num_rows]
+        ("y", ctypes.c_int64),  # -> [num_rows, size]
+        ("num_rows", ctypes.c_int64),
+        ("num_choices", ctypes.c_int64),
         ("size", ctypes.c_int64),
     )
 
@@ -89,6 +105,7 @@ def entry(kind: type[ctypes.Structure]) -> EntryPoint:
         RowsNorm: _norm_rows,
         RowsRotation: _rotate_rows,
         RowsGate: _gate_rows,
+        RowsPick: _pick_rows,
         RowsCopy: _copy_rows,
     }[kind]
     pointer = types.CPointer(from_dtype(np.dtype(kind)))  # type: ignore[no-untyped-call]
@@ -114,8 +131,9 @@ def _rotate_rows(call: Any) -> None:
     heads = carray(
         _pointer(c.heads), (c.num_rows, c.num_queries + 2 * c.num_keys, c.size), np.int16
     )
-    cos = carray(_pointer(c.cos), (c.num_rows, c.size), np.float32)
-    sin = carray(_pointer(c.sin), (c.num_rows, c.size), np.float32)
+    positions = carray(_pointer(c.positions), (c.num_rows,), np.int64)
+    cos = carray(_pointer(c.cos), (c.num_positions, c.size), np.float32)
+    sin = carray(_pointer(c.sin), (c.num_positions, c.size), np.float32)
     row = _take(call)
     while row < c.num_rows:
         if c.query_scale:
@@ -126,9 +144,8 @@ def _rotate_rows(call: Any) -> None:
             scale = carray(_pointer(c.key_scale), (c.size,), np.float32)
             for head in range(c.num_queries, c.num_queries + c.num_keys):
                 _norm_row(heads[row, head], scale, np.float32(c.eps), heads[row, head])
-        _rotate_row(
-            heads[row], c.num_queries, c.num_keys, cos[row], sin[row], np.float32(c.scaling)
-        )
+        at = positions[row]
+        _rotate_row(heads[row], c.num_queries, c.num_keys, cos[at], sin[at], np.float32(c.scaling))
         row = _take(call)
 
 
@@ -139,6 +156,17 @@ def _gate_rows(call: Any) -> None:
     row = _take(call)
     while row < c.num_rows:
         _gate_row(x[row, 0], x[row, 1], y[row])
+        row = _take(call)
+
+
+def _pick_rows(call: Any) -> None:
+    c = carray(call, 1)[0]
+    x = carray(_pointer(c.x), (c.num_choices, c.size), np.int16)
+    picked = carray(_pointer(c.picked), (c.num_rows,), np.int64)
+    y = carray(_pointer(c.y), (c.num_rows, c.size), np.int16)
+    row = _take(call)
+    while row < c.num_rows:
+        y[row] = x[picked[row]]
         row = _take(call)
 
 

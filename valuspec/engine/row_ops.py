@@ -74,7 +74,7 @@ class ResidualStream:
 class Rotary:
     """Rotary position embedding.
 
-    cos, sin: [max_model_len, size]; scaling: factor of the query, applied with the rotation
+    cos, sin: [num_positions, size]; scaling: factor of the query, applied with the rotation
     """
 
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor, scaling: float) -> None:
@@ -83,13 +83,17 @@ class Rotary:
         # The rotated half enters with a sign: (-x2, x1) * sin == (x2, x1) * (-sin, sin).
         sign = torch.ones_like(sin[0])
         sign[: len(sign) // 2] = -1
-        self._cos, self._sin = cos, sin * sign
+        self.cos, self.sin = cos, sin * sign
         self._compiled = _compiled_for(cos)
         if self._compiled:
-            self._cos, self._sin = self._cos.float(), self._sin.float()
+            self.cos, self.sin = self.cos.float(), self.sin.float()
+
+    @property
+    def num_positions(self) -> int:
+        return len(self.cos)
 
     def at(self, positions: torch.Tensor) -> Angles:
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
     def rotate(self, heads: torch.Tensor, num_queries: int, num_keys: int, angles: Angles) -> None:
         """Rotate the queries and keys of heads [num_rows, queries + keys + others, size] in place.

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from valuspec.jit import kernel
+
 #: Slots of its own path that a row carries; the deepest draft tree has NEAR - 1 levels.
 NEAR = 16
 
@@ -47,30 +49,6 @@ class SequenceRows:
     def is_chain(self) -> bool:
         return bool(np.array_equal(self.parents, np.arange(-1, len(self) - 1)))
 
-    def positions_and_near(self) -> tuple[Int64Array, Int64Array]:
-        """Positions [num_rows], and slots of the near zone in position order [num_rows, NEAR].
-
-        Slots of positions before the first token come out negative; the caller masks them.
-        """
-        window = np.arange(-NEAR + 1, 1)
-        if self.is_chain:
-            positions = self.start + np.arange(len(self))
-            return positions, positions[:, None] + window
-        positions = np.empty(len(self), np.int64)
-        near = np.empty((len(self), NEAR), np.int64)
-        for row, parent in enumerate(self.parents.tolist()):
-            slot = self.start + row
-            if parent < 0:
-                positions[row] = self.start
-                near[row] = self.start + window
-            else:
-                positions[row] = positions[parent] + 1
-                near[row, :-1] = near[parent, 1:]
-            near[row, -1] = slot
-        if positions.max() - self.start >= NEAR:
-            raise ValueError(f"tree deeper than {NEAR - 1} nodes")
-        return positions, near
-
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -81,12 +59,15 @@ class Rows:
     members:              the rows by sequence, in order
     min_width:            every width is padded to a multiple of this
     Of the real rows, in the same order, int64 arrays on the host:
-    sequences:            [num_rows] row of the cache's block tables
     slots:                [num_rows] where the row's keys and values go
-    starts:               [num_rows] leading slots that hold its context in position order
-    lengths:              [num_rows] position + 1: the keys it attends to
+    paths:                [4, num_rows], of the keys it attends to:
+        sequences         row of the cache's block tables
+        starts            leading slots that hold its context in position order
+        lowest            0: without a window it attends from the first position on
+        lengths           position + 1
     near:                 [num_rows, NEAR] its last keys' slots in position order; negative slots
                           stand before the first token
+    counts:               [num_members] rows of each sequence
     """
 
     token_ids: torch.Tensor
@@ -94,15 +75,29 @@ class Rows:
     logit_rows: torch.Tensor
     members: tuple[SequenceRows, ...]
     min_width: int
-    sequences: Int64Array
     slots: Int64Array
-    starts: Int64Array
-    lengths: Int64Array
+    paths: Int64Array
     near: Int64Array
+    counts: Int64Array
 
     @property
     def num_rows(self) -> int:
         return len(self.slots)
+
+    @property
+    def sequences(self) -> Int64Array:
+        sequences: Int64Array = self.paths[0]
+        return sequences
+
+    @property
+    def starts(self) -> Int64Array:
+        starts: Int64Array = self.paths[1]
+        return starts
+
+    @property
+    def lengths(self) -> Int64Array:
+        lengths: Int64Array = self.paths[3]
+        return lengths
 
 
 def padded_width(num_rows: int, min_width: int = 4) -> int:
@@ -132,32 +127,74 @@ def build_rows(
     logit_rows: rows whose logits are wanted, at least one
     min_width:  pad every width to a multiple of this many rows
     """
-    geometry = [member.positions_and_near() for member in members]
-    token_ids = np.concatenate([m.token_ids for m in members])
-    positions = np.concatenate([p for p, _ in geometry])
-    counts = [len(m) for m in members]
-    slots = np.concatenate([m.start + np.arange(len(m)) for m in members])
-    in_order = np.repeat([m.is_chain for m in members], counts)
-    starts = np.where(in_order, slots + 1, np.repeat([m.start for m in members], counts))
-    lengths = positions + 1
-    if np.any(lengths < starts) or np.any(lengths > starts + NEAR):
-        # Compiled attention follows these numbers without looking.
-        raise RuntimeError("a row's path leaves its tree")
+    of_members = np.array([(m.sequence, m.start) for m in members], np.int64)
+    counts = np.array([len(m) for m in members], np.int64)
+    token_ids = np.concatenate([m.token_ids for m in members], dtype=np.int64)
+    parents = np.concatenate([m.parents for m in members], dtype=np.int64)
+    of_rows = np.empty((6, len(parents)), np.int64)
+    near = np.empty((len(parents), NEAR), np.int64)
+    bad = _lay_out(of_members, counts, parents, of_rows, near)
+    if bad >= 0:
+        raise ValueError(f"row {bad} follows no earlier row, or is deeper than {NEAR - 1} nodes")
 
     def padded(array: Int64Array) -> torch.Tensor:
         pad = padded_width(len(array), min_width) - len(array)
-        whole = np.concatenate([array, np.repeat(array[:1], pad)])
-        return torch.from_numpy(np.ascontiguousarray(whole, np.int64)).to(device)
+        if pad:
+            array = np.concatenate([array, np.repeat(array[:1], pad)])
+        return torch.from_numpy(array).to(device)
 
     return Rows(
         token_ids=padded(token_ids),
-        positions=padded(positions),
+        positions=padded(of_rows[0]),
         logit_rows=padded(logit_rows),
         members=tuple(members),
         min_width=min_width,
-        sequences=np.repeat([m.sequence for m in members], counts),
-        slots=slots,
-        starts=starts,
-        lengths=lengths,
-        near=np.concatenate([n for _, n in geometry]),
+        slots=of_rows[1],
+        paths=of_rows[2:],
+        near=near,
+        counts=counts,
     )
+
+
+@kernel
+def _lay_out(
+    of_members: Int64Array,
+    counts: Int64Array,
+    parents: Int64Array,
+    of_rows: Int64Array,
+    near: Int64Array,
+) -> int:
+    """Fill what `Rows` says of real rows; returns a row that cannot be, or -1.
+
+    of_members: sequence and start of each, [num_members, 2]; counts: of their rows
+    parents: of the rows, one member after the other
+    of_rows: positions, slots and the four of `paths`, [6, num_rows]
+    """
+    positions, slots, sequences, starts, lowest, lengths = of_rows
+    first = 0
+    for member in range(len(of_members)):
+        (sequence, start), count = of_members[member], counts[member]
+        in_order = True
+        for i in range(count):
+            in_order = in_order and parents[first + i] == i - 1
+        for i in range(count):
+            row, parent = first + i, parents[first + i]
+            if parent >= i or parent < -1:
+                return row
+            slots[row] = start + i
+            if in_order or parent < 0:
+                positions[row] = start + i if in_order else start
+                for j in range(NEAR):
+                    near[row, j] = positions[row] - (NEAR - 1 - j)
+            else:
+                positions[row] = positions[first + parent] + 1
+                for j in range(NEAR - 1):
+                    near[row, j] = near[first + parent, j + 1]
+            near[row, NEAR - 1] = slots[row]
+            if not in_order and positions[row] - start >= NEAR:
+                return row
+            sequences[row], lowest[row] = sequence, 0
+            starts[row] = slots[row] + 1 if in_order else start
+            lengths[row] = positions[row] + 1
+        first += count
+    return -1

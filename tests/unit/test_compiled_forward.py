@@ -84,3 +84,47 @@ def test_features_too_and_other_ones_later() -> None:
         found, expected = forwards(compiled), forwards(one_by_one)
         assert all(map(torch.equal, found, expected)), layers
     assert compiled.features is None
+
+
+def test_caches_by_turns() -> None:
+    """The program remembers where a cache lies; another one, or a later one there, is noticed."""
+    target = tiny_target("llama", dtype=torch.bfloat16)
+    tokens = np.array(engines.random_prompt(7, 40))
+    caches = [target.new_cache(own_blocks(1, 64)) for _ in range(2)]
+    texts = [tokens[:20], tokens[20:]]
+    for cache, text in zip(caches, texts, strict=True):
+        target.forward([SequenceRows.chain(0, 0, text)], cache)
+    following = [SequenceRows.chain(0, 20, tokens[:1])]
+    first, second = (target.forward(following, cache) for cache in caches)
+    assert not torch.equal(first, second)
+    caches[0] = None  # type: ignore[call-overload]
+    for text, expected in zip(texts, (first, second), strict=True):
+        cache = target.new_cache(own_blocks(1, 64))
+        target.forward([SequenceRows.chain(0, 0, text)], cache)
+        assert torch.equal(target.forward(following, cache), expected)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        SequenceRows.chain(0, 0, np.array([3, -1])),
+        SequenceRows.chain(0, 0, np.array([3, 1 << 40])),
+        SequenceRows.chain(0, 2 * BLOCK - 1, np.array([3, 4])),
+        SequenceRows.chain(1, 0, np.array([3])),
+        SequenceRows.chain(0, 1 << 40, np.array([3])),
+    ],
+    ids=["token", "large token", "behind its blocks", "no such sequence", "position"],
+)
+def test_what_is_out_of_range_is_refused(rows: SequenceRows) -> None:
+    """Compiled code would read and write somewhere else."""
+    target = tiny_target("llama", dtype=torch.bfloat16)
+    with pytest.raises(IndexError):
+        target.forward([rows], target.new_cache(own_blocks(1, 2 * BLOCK)))
+
+
+def test_parents_come_earlier() -> None:
+    target = tiny_target("llama", dtype=torch.bfloat16)
+    cache = target.new_cache(own_blocks(1, BLOCK))
+    for parents in ([-1, 1], [-2, 0], [-1, 7]):
+        with pytest.raises(ValueError, match="follows no earlier row"):
+            target.forward([SequenceRows(0, 5, np.array([3, 4]), np.array(parents))], cache)
