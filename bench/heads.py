@@ -54,7 +54,7 @@ class HeadReplay:
         self, offers: Sequence[list[Offer]], select: Select, cost: CostStaircase, *, plain: bool
     ) -> Tally:
         """Decode with what `select` keeps; `plain` decoding asks for no drafts."""
-        seconds = cost.table(1024) + (0.0 if plain else self.draft_s)
+        seconds = cost.table(1024) + (0.0 if plain else cost.drafting + self.draft_s)
         tally = Tally()
         for offered in offers:
             done = 0
@@ -69,6 +69,7 @@ class HeadReplay:
                 tally.num_offered_nodes += len(candidate)
                 tally.num_tokens += min(accepted + 1, len(future))
                 tally.seconds += seconds[len(kept)]
+                tally.seconds += cost.extra(1 + len(kept), candidate.context)
                 done += accepted + 1
         return tally
 

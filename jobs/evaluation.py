@@ -1,7 +1,7 @@
 """What thresholds are worth on answers they were not made from, and what else could be done.
 
-Everything here is replay: speedups are over plain decoding, of decoding alone, and leave out what
-drafting and valuation take (under a millisecond a step).
+Everything here is replay: speedups are over plain decoding, of decoding alone. What drafts and
+valuation take is in the verify costs.
 """
 
 from __future__ import annotations

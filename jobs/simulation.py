@@ -73,8 +73,8 @@ class Replayed:
         self.plain_beyond[request] += sum(beyond)
 
     def seconds(self, cost: CostStaircase) -> FloatArray:
-        """Decode time by request, float64 [num_requests]; drafting and valuation not counted."""
-        seconds: FloatArray = self.steps_by_nodes @ cost.table(MAX_NODES + 1)
+        """Decode time by request, float64 [num_requests]."""
+        seconds: FloatArray = self.steps_by_nodes @ (cost.table(MAX_NODES + 1) + cost.drafting)
         seconds += cost.per_token * self.beyond + cost.per_key * self.keys_beyond
         return seconds
 

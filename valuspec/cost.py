@@ -1,4 +1,4 @@
-"""Verify cost: measured seconds of one target forward, by rows, batch size and context."""
+"""Verify cost: measured seconds of one decode step, by rows, batch size and context."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ STAIRS = (5, 9, 13, 17)
 fours, and the fourth costs next to nothing, the fifth as much as the eighth."""
 CONTEXT = 256
 """Tokens that lie before the rows where c(n) is measured: about a prompt and half an answer."""
-MIN_FORWARDS = 16
-"""Fewer timed forwards say nothing about a point of a staircase."""
+MIN_STEPS = 16
+"""Fewer timed steps say nothing about a point of a staircase."""
 WINDOW = 1024
-"""Latest forwards of one batch size that count."""
+"""Latest steps of one batch size that count."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostStaircase:
-    """c(n): seconds of one forward in which each request of the batch has n rows.
+    """c(n): seconds of one decode step in which each request of the batch has n rows.
 
     n = 1 is plain decoding. Points are ascending in rows and never fall in seconds; between two
     points the cost is interpolated, beyond the last it grows at the last slope. A stair, as
@@ -45,6 +45,8 @@ class CostStaircase:
     """Seconds that each further token of every request's context adds to a forward."""
     per_key: float = 0.0
     """And those it adds for each row of a request, which attends to it."""
+    drafting: float = 0.0
+    """Seconds a step takes more because of drafts and their valuation, kept or not."""
 
     def __post_init__(self) -> None:
         """Raise ThresholdError naming the broken rule."""
@@ -59,9 +61,11 @@ class CostStaircase:
             raise ThresholdError(f"cost times {self.seconds} must be positive seconds")
         if any(b < a for a, b in zip(self.seconds, self.seconds[1:], strict=False)):
             raise ThresholdError(f"cost times {self.seconds} must not fall with more rows")
-        if not all(np.isfinite(s) and s >= 0 for s in (self.per_token, self.per_key)):
+        others = (self.per_token, self.per_key, self.drafting)
+        if not all(np.isfinite(s) and s >= 0 for s in others):
             raise ThresholdError(
-                f"seconds per token {self.per_token} and key {self.per_key} must not be negative"
+                f"seconds per token {self.per_token}, per key {self.per_key} and of drafting "
+                f"{self.drafting} must not be negative"
             )
 
     @classmethod
@@ -117,9 +121,9 @@ class CostStaircase:
         return replace(self, per_token=max(0.0, per_token), per_key=max(0.0, per_key))
 
     def to_json(self) -> dict[str, Any]:
-        slopes = {"per_token": self.per_token, "per_key": self.per_key}
+        others = {name: getattr(self, name) for name in ("per_token", "per_key", "drafting")}
         points = {"rows": list(self.rows), "seconds": list(self.seconds)}
-        return points | (slopes if any(slopes.values()) else {})
+        return points | {name: seconds for name, seconds in others.items() if seconds}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CostStaircase:
@@ -127,52 +131,64 @@ class CostStaircase:
         try:
             rows = tuple(int(n) for n in data["rows"])
             seconds = tuple(float(s) for s in data["seconds"])
-            slopes = (float(data.get("per_token", 0)), float(data.get("per_key", 0)))
+            others = [float(data.get(n, 0)) for n in ("per_token", "per_key", "drafting")]
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise ThresholdError(f"not a cost staircase: {error!r}") from error
-        return cls(rows, seconds, *slopes)
+        return cls(rows, seconds, *others)
 
-    def with_slopes_of(self, cost: CostStaircase, times: int) -> CostStaircase:
-        """With the other's slopes, which is of a batch so many times smaller."""
-        return replace(self, per_token=times * cost.per_token, per_key=times * cost.per_key)
+    def with_others_of(self, cost: CostStaircase, times: int) -> CostStaircase:
+        """With slopes and drafting as of the other, which is of a batch so many times smaller."""
+        return replace(
+            self,
+            per_token=times * cost.per_token,
+            per_key=times * cost.per_key,
+            drafting=times * cost.drafting,
+        )
 
     def of_batch(self, times: int, rows: Sequence[int]) -> CostStaircase:
         """An estimate for a batch so many times larger: as if only the sum of rows mattered."""
         table = self.table(times * rows[-1])
         estimate = CostStaircase(tuple(rows), tuple(float(table[times * n - 1]) for n in rows))
-        return estimate.with_slopes_of(self, times)
+        return estimate.with_others_of(self, times)
 
     def refreshed(
         self,
         rows: NDArray[np.float64],
         contexts: NDArray[np.float64],
         seconds: NDArray[np.float64],
+        drafting: NDArray[np.float64],
     ) -> CostStaircase:
-        """This staircase after timed forwards, float64 [num_forwards] each.
+        """This staircase after timed steps, float64 [num_steps] each.
 
         rows, contexts: of a request, on average
-        Each forward counts for the point nearest to it. Points with too few go the way of their
+        seconds: without those of drafting, which are 0 where nobody drafts
+        Each step counts for the point nearest to it. Points with too few go the way of their
         neighbours.
         """
+        drafted = drafting[drafting > 0]
+        known_drafting = float(drafted.mean()) if len(drafted) >= MIN_STEPS else self.drafting
         points = np.asarray(self.rows, float)
         table = self.table(max(2, math.ceil(rows.max(initial=1.0))))
         expected = np.interp(rows, np.arange(1, len(table) + 1), table)
         ratio = seconds / (expected + self.extra(rows, contexts))
         nearest = np.searchsorted((points[1:] + points[:-1]) / 2, rows)
-        known = np.flatnonzero(np.bincount(nearest, minlength=len(points)) >= MIN_FORWARDS)
+        known = np.flatnonzero(np.bincount(nearest, minlength=len(points)) >= MIN_STEPS)
         if not len(known):
-            return self
+            return replace(self, drafting=known_drafting)
         found = [np.median(ratio[nearest == point]) for point in known]
         scale = np.interp(points, points[known], found)
         levelled = self.from_points(self.rows, np.asarray(self.seconds) * scale)
         on_average = float(scale.mean())
         return replace(
-            levelled, per_token=on_average * self.per_token, per_key=on_average * self.per_key
+            levelled,
+            per_token=on_average * self.per_token,
+            per_key=on_average * self.per_key,
+            drafting=known_drafting,
         )
 
 
 class LiveCosts:
-    """The verify costs of this machine: measured once, then held to what forwards really take.
+    """The verify costs of this machine: measured once, then held to what steps really take.
 
     Use from one thread.
     """
@@ -183,26 +199,31 @@ class LiveCosts:
         *,
         keep: Callable[[dict[int, CostStaircase]], None] = lambda costs: None,
     ) -> None:
-        """measured: cost staircase by batch size; forwards of other batch sizes do not count
+        """measured: cost staircase by batch size; steps of other batch sizes do not count
         keep: told at the end what was learned, for the next start"""
         self._measured = dict(measured)
         self._keep = keep
-        self._forwards: dict[int, deque[tuple[float, float, float]]] = {
+        self._steps: dict[int, deque[tuple[float, float, float, float]]] = {
             size: deque(maxlen=WINDOW) for size in measured
         }
 
-    def add(self, *, batch_size: int, num_rows: int, context: int, seconds: float) -> None:
-        """Count one forward; rows and tokens of context are sums over the batch."""
-        if batch_size in self._forwards:
-            forward = (num_rows / batch_size, context / batch_size, seconds)
-            self._forwards[batch_size].append(forward)
+    def add(
+        self, *, batch_size: int, num_rows: int, context: int, seconds: float, drafting: float = 0
+    ) -> None:
+        """Count one step; rows and tokens of context are sums over the batch.
+
+        seconds: of the step; drafting: those of them that drafts and their valuation took
+        """
+        if batch_size in self._steps:
+            step = (num_rows / batch_size, context / batch_size, seconds - drafting, drafting)
+            self._steps[batch_size].append(step)
 
     def current(self) -> dict[int, CostStaircase]:
         """Cost staircases by batch size."""
         costs = {}
         for size, measured in self._measured.items():
-            forwards = np.array(self._forwards[size], float).reshape(-1, 3)
-            costs[size] = measured.refreshed(*forwards.T)
+            steps = np.array(self._steps[size], float).reshape(-1, 4)
+            costs[size] = measured.refreshed(*steps.T)
         return costs
 
     def close(self) -> None:

@@ -43,13 +43,13 @@ class Walk:
     num_tokens: int
     """Output tokens in all, those of prefill not counted."""
     draft_s: float = 0.0
-    """Seconds it takes to draft for a step."""
+    """Seconds it takes a draft head to draft for a step."""
 
     def tok_s(self, cost: CostStaircase) -> float:
         """Tokens per second of one request at this verify cost."""
         seconds = float(cost.table(MAX_NODES + 1)[self.kept].sum())
         seconds += float(cost.extra(1 + self.kept, self.contexts).sum())
-        seconds += self.draft_s * len(self.kept)
+        seconds += (cost.drafting + self.draft_s) * len(self.kept)
         return self.num_tokens / seconds if seconds else 0.0
 
 

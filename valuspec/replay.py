@@ -147,6 +147,8 @@ def replay(
             tally.num_offered_nodes += len(step.candidate)
             tally.seconds += seconds[len(step.kept)]
             tally.seconds += cost.extra(1 + len(step.kept), step.candidate.context)
+            if select is not plain:
+                tally.seconds += cost.drafting
         if remember:
             drafter.remember(trajectory.namespace, trajectory.prompt_ids, trajectory.output_ids)
     return tally

@@ -21,7 +21,7 @@ from deployments.target import TargetReplica
 from retrieval.namespace import namespace
 from retrieval.trajectory_log import LoggedTrajectory, LogLimits, read_log, writer
 from tests.support.fake_engine import FakeEngine, FakeTarget
-from valuspec.cost import MIN_FORWARDS, CostStaircase, LiveCosts
+from valuspec.cost import MIN_STEPS, CostStaircase, LiveCosts
 from valuspec.engine.types import SamplingParams
 
 COST = CostStaircase((1, 4, 16), (0.02, 0.024, 0.04))
@@ -171,7 +171,7 @@ def test_costs_follow_live_forwards_once_a_minute(engine) -> None:
     seen: list[dict[int, CostStaircase]] = []
     loop = NoThread()
     costs = LocalCosts(engine, loop, refreshed=seen.append, clock=clock)  # type: ignore[arg-type]
-    for _ in range(MIN_FORWARDS):
+    for _ in range(MIN_STEPS):
         engine.live_costs.add(batch_size=1, num_rows=4, context=0, seconds=0.048)
     clock.now = REFRESH_S - 1
     costs.refresh()

@@ -11,7 +11,7 @@ from valuspec.drafting.drafter import Drafter
 from valuspec.replay import Trajectory
 
 COST = CostStaircase((1, 8, 64), (0.02, 0.025, 0.08))
-SLOPED = replace(COST, per_token=2e-5, per_key=1e-5)
+SLOPED = replace(COST, per_token=2e-5, per_key=1e-5, drafting=7e-4)
 """Of a machine on which long contexts cost."""
 
 

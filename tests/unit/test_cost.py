@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.trajectories import SLOPED
-from valuspec.cost import CONTEXT, MIN_FORWARDS, WINDOW, CostStaircase, LiveCosts
+from valuspec.cost import CONTEXT, MIN_STEPS, WINDOW, CostStaircase, LiveCosts
 from valuspec.errors import ThresholdError
 from valuspec.thresholds import MAX_NODES, ThresholdSet
 
@@ -17,10 +17,10 @@ COST = CostStaircase((1, 4, 16, 64), (0.02, 0.024, 0.04, 0.12))
 
 
 def live(costs: dict[int, CostStaircase], *forwards: tuple[int, int, float]) -> LiveCosts:
-    """After MIN_FORWARDS of each (batch size, rows in all, seconds)."""
+    """After MIN_STEPS of each (batch size, rows in all, seconds)."""
     made = LiveCosts(costs)
     for batch_size, num_rows, seconds in forwards:
-        for _ in range(MIN_FORWARDS):
+        for _ in range(MIN_STEPS):
             made.add(batch_size=batch_size, num_rows=num_rows, context=0, seconds=seconds)
     return made
 
@@ -28,7 +28,7 @@ def live(costs: dict[int, CostStaircase], *forwards: tuple[int, int, float]) -> 
 def test_without_forwards_the_measured_costs_stand() -> None:
     assert LiveCosts({1: COST}).current() == {1: COST}
     few = LiveCosts({1: COST})
-    for _ in range(MIN_FORWARDS - 1):
+    for _ in range(MIN_STEPS - 1):
         few.add(batch_size=1, num_rows=4, context=0, seconds=9.0)
     assert few.current() == {1: COST}
 
@@ -50,7 +50,7 @@ def test_a_machine_twice_as_slow_is_twice_as_slow_everywhere() -> None:
 
 def test_stray_forwards_change_nothing_and_old_ones_are_forgotten() -> None:
     costs = live({1: COST}, *[(1, 4, 0.024)] * 4)
-    for _ in range(MIN_FORWARDS):
+    for _ in range(MIN_STEPS):
         costs.add(batch_size=1, num_rows=4, context=0, seconds=7.0)
     assert costs.current()[1].seconds == pytest.approx(COST.seconds)
     for _ in range(WINDOW):
@@ -93,6 +93,24 @@ def test_what_is_no_staircase_is_refused(data) -> None:
         CostStaircase.from_json(data)
 
 
+# -- drafts
+
+
+def test_drafting_is_known_apart_from_the_rest_of_a_step() -> None:
+    costs = LiveCosts({1: SLOPED, 2: SLOPED})
+    for drafting in (0.001, 0.003, 0.0):  # in the last steps nobody drafts
+        for _ in range(MIN_STEPS):
+            seconds = 2 * SLOPED.seconds[0] + drafting
+            costs.add(batch_size=1, num_rows=1, context=0, seconds=seconds, drafting=drafting)
+    found = costs.current()
+    assert found[1].drafting == pytest.approx(0.002)
+    assert found[1].seconds == pytest.approx([2 * s for s in SLOPED.seconds])
+    assert found[2] == SLOPED
+    costs.add(batch_size=2, num_rows=2, context=0, seconds=9.0, drafting=9.0)
+    assert costs.current()[2] == SLOPED, "one step says nothing"
+    assert SLOPED.of_batch(4, (1, 4)).drafting == pytest.approx(4 * SLOPED.drafting)
+
+
 # -- contexts
 
 
@@ -115,7 +133,7 @@ def test_slopes_are_found_from_two_contexts() -> None:
 
 def test_forwards_behind_long_contexts_do_not_look_slow() -> None:
     costs = LiveCosts({2: SLOPED})
-    for _ in range(MIN_FORWARDS):
+    for _ in range(MIN_STEPS):
         seconds = SLOPED.table(8)[7] + float(SLOPED.extra(8, 1000))
         costs.add(batch_size=2, num_rows=16, context=2000, seconds=3 * seconds)
     found = costs.current()[2]
@@ -126,8 +144,9 @@ def test_forwards_behind_long_contexts_do_not_look_slow() -> None:
 def test_slopes_are_kept_and_are_never_negative() -> None:
     assert CostStaircase.from_json(SLOPED.to_json()) == SLOPED
     assert COST.to_json().keys() == {"rows", "seconds"}  # a set without slopes stays as it was
-    with pytest.raises(ThresholdError, match="negative"):
-        CostStaircase.from_json(SLOPED.to_json() | {"per_key": -1e-6})
+    for name in ("per_key", "drafting"):
+        with pytest.raises(ThresholdError, match="negative"):
+            CostStaircase.from_json(SLOPED.to_json() | {name: -1e-6})
 
 
 @pytest.mark.parametrize("batch_size", [1, 6])

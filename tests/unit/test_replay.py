@@ -104,6 +104,15 @@ def test_plain_decoding_costs_one_row_a_token() -> None:
     assert tally.mean_acceptance_length == 1.0
 
 
+def test_whoever_drafts_pays_for_it_in_every_step() -> None:
+    tests, drafter = markov_answers(3, 5), stocked(markov_answers(20, 1))
+    dear = replace(COST, drafting=0.004)
+    for name, select in SELECTS.items():
+        free, paid = (replay(tests, drafter, select, cost) for cost in (COST, dear))
+        more = 0.0 if name == "plain" else 0.004 * free.num_steps
+        assert paid.seconds == pytest.approx(free.seconds + more), name
+
+
 def test_a_candidate_knows_how_many_tokens_lie_before_it() -> None:
     """Prompt and output, whatever the candidate: what a forward costs depends on them."""
     drafter = stocked(markov_answers(20, 1))

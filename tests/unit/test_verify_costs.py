@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.engines import engine_of, request, run
 from tests.support.tiny_models import tiny_target
-from valuspec.cost import MIN_FORWARDS, ROWS, STAIRS, CostStaircase
+from valuspec.cost import MIN_STEPS, ROWS, STAIRS, CostStaircase
 from valuspec.engine import cost_cache, measure
 from valuspec.engine.cost_cache import live_costs
 from valuspec.engine.measure import MAX_ROWS, MeasuredCosts, measure_costs
@@ -91,7 +91,7 @@ def test_what_live_forwards_taught_is_there_at_the_next_start(
     written = kept.stat().st_mtime_ns
     busy.close()  # nothing was learned
     assert kept.stat().st_mtime_ns == written
-    for _ in range(MIN_FORWARDS):
+    for _ in range(MIN_STEPS):
         busy.add(batch_size=1, num_rows=1, context=0, seconds=0.005)
     busy.close()
     assert live_costs(target, 4).current()[1].seconds == pytest.approx((0.005, 0.01))
@@ -104,7 +104,7 @@ def test_costs_of_a_busy_machine_are_used_but_not_kept(target, tmp_path, monkeyp
     costs = live_costs(target, 4)
     assert costs.current() == COSTS
     assert not list(Path(tmp_path).rglob("*.json"))
-    for _ in range(MIN_FORWARDS):
+    for _ in range(MIN_STEPS):
         costs.add(batch_size=1, num_rows=1, context=0, seconds=0.005)
     costs.close()
     assert live_costs(target, 4).current()[1].seconds == pytest.approx((0.005, 0.01))
@@ -133,6 +133,7 @@ def test_a_cache_that_cannot_be_written_costs_only_the_next_start(
 def test_long_contexts_are_measured_as_far_as_the_model_can_see(target, monkeypatch) -> None:
     """Forwards that take 1 ms, a microsecond for each token and two for each row and token."""
     monkeypatch.setattr(target, "max_model_len", 1024)
+    monkeypatch.setattr(measure, "_drafting", lambda batch: 3e-3)
     monkeypatch.setattr(
         measure._Batch,
         "forward",
@@ -140,6 +141,7 @@ def test_long_contexts_are_measured_as_far_as_the_model_can_see(target, monkeypa
     )
     for size, cost in measure_costs(target, 4).costs.items():
         assert (cost.per_token, cost.per_key) == pytest.approx((size * 1e-6, size * 2e-6))
+        assert cost.drafting == pytest.approx(size * 3e-3)
     cost = measure.measure_cost(target, batch_size=2)
     assert (cost.per_token, cost.per_key) == pytest.approx((2e-6, 4e-6))
     monkeypatch.setattr(target, "max_model_len", 400)
@@ -147,12 +149,21 @@ def test_long_contexts_are_measured_as_far_as_the_model_can_see(target, monkeypa
     assert (cost.per_token, cost.per_key) == (0, 0)
 
 
-def test_the_engine_times_its_forwards(target) -> None:
+def test_drafting_is_measured(target) -> None:
+    cost = measure.measure_cost(target)
+    assert 1e-5 < cost.drafting < 1
+
+
+def test_the_engine_times_its_steps(target) -> None:
     told: list[tuple[int, int]] = []
+    drafts: list[float] = []
 
     class Listener:
-        def add(self, *, batch_size: int, num_rows: int, context: int, seconds: float) -> None:
-            assert seconds > 0
+        def add(
+            self, *, batch_size: int, num_rows: int, context: int, seconds: float, drafting: float
+        ) -> None:
+            assert 0 <= drafting < seconds
+            drafts.append(drafting)
             assert 30 * batch_size <= context < (30 + 20) * batch_size
             told.append((batch_size, num_rows))
 
@@ -162,4 +173,5 @@ def test_the_engine_times_its_forwards(target) -> None:
     rows = sum(r.stats.num_steps + r.stats.num_draft_tokens for r in results.values())
     assert sum(num_rows for _, num_rows in told) == rows
     assert {size for size, _ in told} <= {1, 2}
+    assert sum(d > 0 for d in drafts) >= len(drafts) - 2, "only the last token takes no draft"
     assert sum(size for size, _ in told) == sum(r.stats.num_steps for r in results.values())

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from valuspec.cost import CostStaircase, LiveCosts
-from valuspec.engine.measure import FAR, measure_costs, points
+from valuspec.engine.measure import FAR, TURNS_DRAFTED, measure_costs, points
 from valuspec.engine.target import Target
 from valuspec.engine.weights import cache_dir
 
@@ -32,7 +32,8 @@ _UNDISTURBED = 0.5
 
 def live_costs(target: Target, max_batch_size: int) -> LiveCosts:
     """Verify costs of batches up to `max_batch_size`. Takes seconds the first time."""
-    subject = describe(target) | {"max_batch_size": max_batch_size, "rows": points(1), "far": FAR}
+    subject = describe(target) | {"max_batch_size": max_batch_size, "rows": points(1)}
+    subject |= {"far": FAR, "drafted": TURNS_DRAFTED}
     name = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()[:24]
     path = cache_dir() / "verify-costs" / f"{name}.json"
     costs = _load(path, subject)

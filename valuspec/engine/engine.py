@@ -251,18 +251,20 @@ class Engine:
         logits = self.target.forward([*trees, *chunks], self._cache, wanted)
         self.target.wait()
         forward_s = time.perf_counter() - forward_started
-        if not filling:  # the measured costs are those of decoding alone
-            self.live_costs.add(
-                batch_size=len(decoding),
-                num_rows=num_tree_rows,
-                context=sum(sequence.committed for sequence in decoding),
-                seconds=forward_s,
-            )
+        context = sum(sequence.committed for sequence in decoding)
         features = self.target.features if self.head_source is not None else None
         outputs = self._acceptance.accept(decoding, trees, logits, features, forward_s)
         elapsed = time.perf_counter() - started
         for sequence in decoding:
             sequence.stats.decode_s += elapsed
+        if not filling:  # the measured costs are those of decoding alone
+            self.live_costs.add(
+                batch_size=len(decoding),
+                num_rows=num_tree_rows,
+                context=context,
+                seconds=elapsed - self._proposer.head_seconds,
+                drafting=self._proposer.seconds,
+            )
         rows = itertools.count(num_tree_rows)
         for (sequence, _), chunk, row in zip(filling, chunks, rows, strict=False):
             sequence.committed += len(chunk)

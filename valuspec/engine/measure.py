@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import NamedTuple
@@ -10,14 +11,20 @@ from typing import NamedTuple
 import numpy as np
 
 from valuspec.cost import CONTEXT, ROWS, STAIRS, CostStaircase
+from valuspec.drafting.drafter import Drafter
 from valuspec.engine.kv_cache import own_blocks
 from valuspec.engine.rows import SequenceRows
 from valuspec.engine.target import Target
+from valuspec.thresholds import ThresholdSet
+from valuspec.valuation import keep
 
 FAR = 1536
 """A context behind which forwards of ROWS_FAR rows are measured as well."""
 ROWS_FAR = (1, 8, 16)
 TURNS_FAR = 3
+TURNS_DRAFTED = 5
+ANSWERS, LETTERS = 64, 16
+"""Known answers, of few different tokens, when drafting is measured: plenty recurs."""
 CHILDREN = 4
 """Branching of the measured trees; attention treats all shapes alike."""
 MAX_ROWS = 128
@@ -30,7 +37,7 @@ def measure_cost(target: Target, *, batch_size: int = 1, repeats: int = 5) -> Co
     """Time forwards of `batch_size` sequences with 1 to 64 rows each, MAX_ROWS at most in all."""
     batch = _Batch(target, batch_size)
     cost = CostStaircase.measure(partial(batch.forward, batch_size), points(batch_size), repeats)
-    return cost.with_slopes_of(_behind_far_contexts(target, cost), batch_size)
+    return cost.with_others_of(_of_one_request(target, cost), batch_size)
 
 
 class MeasuredCosts(NamedTuple):
@@ -61,8 +68,8 @@ def measure_costs(
             continue
         cost = CostStaircase.measure(partial(batch.forward, size), points(size), until=until)
         if not costs:
-            alone = _behind_far_contexts(target, cost)
-        costs[size] = cost.with_slopes_of(alone, size)
+            alone = _of_one_request(target, cost)
+        costs[size] = cost.with_others_of(alone, size)
         measured = size
     running_s = time.thread_time() - started_running
     return MeasuredCosts(costs, running_s / (time.perf_counter() - started))
@@ -75,21 +82,41 @@ def points(batch_size: int) -> list[int]:
     return [n for n in ROWS if n <= 2 or n * batch_size <= MAX_ROWS]
 
 
-def _behind_far_contexts(target: Target, cost: CostStaircase) -> CostStaircase:
-    """The staircase with slopes, as far as the model can see; of one request.
+def _of_one_request(target: Target, cost: CostStaircase) -> CostStaircase:
+    """The staircase with slopes, as far as the model can see, and with the time of drafts.
 
     Near and far forwards take turns: what a longer context adds is less than a machine's speed
     changes from minute to minute.
     """
+    near = _Batch(target, 1)
+    cost = replace(cost, drafting=_drafting(near))
     context = min(FAR, target.max_model_len - MAX_ROWS) // CONTEXT * CONTEXT
     if context <= CONTEXT:
         return cost
-    near, far = _Batch(target, 1), _Batch(target, 1, context)
+    far = _Batch(target, 1, context)
     turns = []
     for _ in range(1 + TURNS_FAR):
         turns.append([far.forward(1, n) - near.forward(1, n) for n in ROWS_FAR])
     more = [median(differences) for differences in zip(*turns[1:], strict=True)]
     return cost.with_context(context, ROWS_FAR, more)
+
+
+def _drafting(batch: _Batch) -> float:
+    """Seconds to draft for one request, and to value it, behind forwards: these leave none of its
+    code and data in the processor's caches."""
+    text = np.random.default_rng(0).integers(0, LETTERS, (ANSWERS, CONTEXT), np.int32)
+    drafter, thresholds = Drafter(), ThresholdSet.starting("any model's")
+    for answer in text:
+        drafter.remember("", answer[:0], answer)
+    session = drafter.start("", text[0])
+    times = []
+    for token in text[0, : 1 + TURNS_DRAFTED]:
+        batch.forward(1, 1)
+        started = time.perf_counter()
+        keep(session.propose(), thresholds, batch_size=1, max_nodes=MAX_ROWS)
+        session.extend([token])
+        times.append(time.perf_counter() - started)
+    return median(times[1:])
 
 
 class _Batch:

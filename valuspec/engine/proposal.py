@@ -68,9 +68,14 @@ class Proposer:
         self._max_rows = max_rows
         self._counters = counters
         self._head = head
+        self.seconds = 0.0
+        """What drafts and valuation took in the last step."""
+        self.head_seconds = 0.0
+        """And what the draft head took, which is not always asked."""
 
     def rows(self, sequences: Sequence[Running], node_filter: Filter) -> list[SequenceRows]:
         """Rows to verify: of each sequence its pending token and the nodes worth their cost."""
+        self.seconds = self.head_seconds = 0.0
         most = MAX_TREE_NODES * len(sequences)
         if self._max_rows is not None:
             most = min(most, self._max_rows - len(sequences))
@@ -110,7 +115,9 @@ class Proposer:
         except Exception as error:  # noqa: BLE001  (logged by _failed)
             self._failed(sequence, error)
             return None
-        sequence.stats.draft_s += time.perf_counter() - started
+        elapsed = time.perf_counter() - started
+        self.seconds += elapsed
+        sequence.stats.draft_s += elapsed
         sequence.stats.num_offered_nodes += len(candidate)
         return candidate
 
@@ -128,7 +135,7 @@ class Proposer:
             candidates = head.extend(owners, candidates, [self._depth(s) for s in owners])
         except Exception as error:  # noqa: BLE001  (logged by _failed)
             self._failed(owners[0], error)
-        elapsed = time.perf_counter() - started
+        self.head_seconds = elapsed = time.perf_counter() - started
         for sequence, (_, before), candidate in zip(owners, drafted, candidates, strict=True):
             sequence.stats.draft_s += elapsed / len(owners)
             sequence.stats.num_offered_nodes += len(candidate) - len(before)
@@ -166,6 +173,7 @@ class Proposer:
             trees[index] = tree
             left -= len(tree)
         elapsed = time.perf_counter() - started
+        self.seconds += elapsed
         for sequence in owners:
             sequence.stats.valuation_s += elapsed / len(owners)
 
