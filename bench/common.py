@@ -20,7 +20,17 @@ from tqdm import tqdm
 
 from jobs.history import retrieve as retrieve
 from valuspec.drafting.drafter import Drafter
-from valuspec.engine import decoder, linear, path_attention, path_kernels, row_ops, two_zone
+from valuspec.engine import (
+    compiled_forward,
+    decoder,
+    linear,
+    path_attention,
+    path_kernels,
+    row_kernels,
+    row_ops,
+    tile_kernels,
+    two_zone,
+)
 from valuspec.engine.engine import Engine
 from valuspec.engine.target import Target
 from valuspec.engine.types import GenerationRequest, RequestStats, SamplingParams
@@ -126,7 +136,10 @@ def trajectories(target: Target, prompts: Sequence[Prompt], max_tokens: int) -> 
 def _arithmetic_version() -> str:
     """Changes with the code that computes logits: its last bits now and then decide a token."""
     digest = hashlib.sha256()
-    for module in (decoder, linear, path_attention, path_kernels, row_ops, two_zone):
+    for module in (
+        compiled_forward, decoder, linear, path_attention, path_kernels, row_kernels, row_ops,
+        tile_kernels, two_zone,
+    ):  # fmt: skip
         digest.update(inspect.getsource(module).encode())
     return digest.hexdigest()[:16]
 
