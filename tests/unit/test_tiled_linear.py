@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -81,6 +82,9 @@ def test_each_kind_compiles_to_its_instruction(
     )
     assert result.stdout.count(adds) > 2 * sum(range(1, 7))  # two vectors of 1 to 6 rows, or more
     assert never not in result.stdout
+    loops = [block for block in re.split(r"\n(?=\.L)", result.stdout) if block.count(adds) > 1]
+    for loop in (block[: block.rindex(adds)] for block in loops):
+        assert not re.search(r"vmov\S+\s+%[xyz]mm\d+,.*\(%rsp\)", loop), "sums leave the registers"
 
 
 @pytest.mark.skipif(not IN_TWOS, reason="the other kind is what is tested here anyway")

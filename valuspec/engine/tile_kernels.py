@@ -79,7 +79,8 @@ def entry() -> EntryPoint:
 def _multiply(product: Any) -> None:
     """Piece by piece, a unit's outputs for all rows; where x is widened, for WIDENED of them.
 
-    There it is known one ahead which piece a thread takes next, whose weights are asked for.
+    There it is known one ahead which piece a thread takes next, whose weights are asked for, as
+    evenly as the work goes on: all at once they would have to wait for one another.
     """
     p = carray(product, 1)[0]
     x = carray(_pointer(p.x), (p.num_rows, 2 * p.num_pairs), np.int16)
@@ -112,7 +113,8 @@ def _multiply(product: Any) -> None:
                 p.bias + 4 * OUTPUTS * unit,
                 p.y + 2 * OUTPUTS * (p.num_units * (first + low) + unit),
                 2 * OUTPUTS * p.num_units,
-                p.weight + unit_bytes * (following % p.num_units),
+                p.weight + unit_bytes * (following % p.num_units) + unit_bytes * chunk // chunks,
+                -(-4 * OUTPUTS // chunks),
             )
         taken = _take(counter)
         piece, following = (taken, taken) if IN_TWOS else (following, taken)
@@ -153,7 +155,7 @@ def _compile_pointer(_context: Any, address: Any) -> tuple[Any, Callable[..., An
 
 def _compile_tile(
     _context: Any, rows: Any, x: Any, weight: Any, num_pairs: Any, bias: Any,
-    y: Any, y_stride: Any, ahead: Any,
+    y: Any, y_stride: Any, ahead: Any, ahead_step: Any,
 ) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         count, *rest = arguments
@@ -167,12 +169,12 @@ def _compile_tile(
             builder.branch(done)
         builder.position_at_end(done)
 
-    return types.void(*[types.int64] * 8), generate
+    return types.void(*[types.int64] * 9), generate
 
 
 def _write_tile(
     builder: Any, rows: int, x: Any, weight: Any, num_pairs: Any, bias: Any,
-    y: Any, y_stride: Any, ahead: Any,
+    y: Any, y_stride: Any, ahead: Any, ahead_step: Any,
 ) -> None:  # fmt: skip
     """A loop over pairs, in which each row has two vectors of sums."""
     int64, lanes = ir.IntType(64), ir.VectorType(ir.FloatType(), LANES)
@@ -189,17 +191,14 @@ def _write_tile(
     k = builder.phi(int64)
     sums = [[builder.phi(lanes) for _ in halves] for _ in range(rows)]
     pair = builder.add(x, builder.mul(k, int64(PAIR_BYTES)))
-    kind = lanes if IN_TWOS else ir.VectorType(ir.IntType(32), LANES)
-    weights = [
-        _load(builder, weight, _offset(builder, k, half), kind, 4 * LANES) for half in halves
-    ]
+    weights = [builder.add(weight, _offset(builder, k, half)) for half in halves]
     scales = [row & -row for row in range(rows)]
     places = [
         _Place(pair, multiples[row // scale], scale) if row else _Place(pair)
         for row, scale in enumerate(scales)
     ]
     if not IN_TWOS:  # with twos it is not known yet whether this gains anything
-        _ask_for(builder, builder.add(ahead, _offset(builder, k, 0)))
+        _ask_for(builder, builder.add(ahead, builder.mul(k, ahead_step)))
     grown = add_pair(builder, sums, weights, places)
     following = builder.add(k, int64(1))
     builder.cbranch(builder.icmp_signed("<", following, num_pairs), loop, after)
@@ -243,6 +242,10 @@ class _Place(NamedTuple):
 
 
 def _add_in_twos(builder: Any, sums: Any, weights: Any, places: list[_Place]) -> list[list[Any]]:
+    """weights: where the pairs of a vector lie, as in `_add_one_by_one`"""
+    kind = sums[0][0].type
+    pairs = [_load(builder, weight, ir.IntType(64)(0), kind, 4 * LANES) for weight in weights]
+
     def add(total: Any, pair: Any, place: _Place) -> Any:
         operands = [total, pair, *place.operands]
         instruction = ir.InlineAsm(
@@ -253,14 +256,17 @@ def _add_in_twos(builder: Any, sums: Any, weights: Any, places: list[_Place]) ->
         return builder.call(instruction, operands)
 
     return [
-        [add(total, pair, place) for total, pair in zip(row, weights, strict=True)]
+        [add(total, pair, place) for total, pair in zip(row, pairs, strict=True)]
         for row, place in zip(sums, places, strict=True)
     ]
 
 
 def _add_one_by_one(builder: Any, sums: Any, weights: Any, places: list[_Place]) -> list[list[Any]]:
-    """Weights are widened to fp32 in a register: the first of a pair is its lower half."""
-    pairs, lanes = weights[0].type, sums[0][0].type
+    """Weights are widened to fp32 in a register: the first of a pair is its lower half.
+
+    The second ones are read once more: kept so long, they would take registers that sums need.
+    """
+    pairs, lanes = ir.VectorType(ir.IntType(32), LANES), sums[0][0].type
     of_three = ir.FunctionType(lanes, [lanes] * 3)
     find: Any = cgutils.get_or_insert_function
     fma = find(builder.module, of_three, f"llvm.fma.v{LANES}f32")
@@ -276,14 +282,21 @@ def _add_one_by_one(builder: Any, sums: Any, weights: Any, places: list[_Place])
         )
         return builder.call(instruction, operands)
 
-    def first(pair: Any) -> Any:
+    def first(weight: Any) -> Any:
+        pair = _load(builder, weight, ir.IntType(64)(0), pairs, 4 * LANES)
         return builder.bitcast(builder.shl(pair, ir.Constant(pairs, [16] * LANES)), lanes)
 
-    def second(pair: Any) -> Any:
-        return builder.bitcast(builder.and_(pair, ir.Constant(pairs, [-(1 << 16)] * LANES)), lanes)
+    def second(weight: Any) -> Any:
+        operands = [weight, ir.Constant(lanes, [0.0] * LANES)]
+        instruction = ir.InlineAsm(  # zero, but for the upper half of each pair
+            ir.FunctionType(lanes, [operand.type for operand in operands]),
+            "vpblendw $$170, ($1), $2, $0",
+            "=x,r,x,~{memory}",
+        )
+        return builder.call(instruction, operands)
 
     for offset, of_pair in ((0, first), (4, second)):
-        factors = [of_pair(pair) for pair in weights]
+        factors = [of_pair(weight) for weight in weights]
         grown = []
         for row, place in zip(sums, places, strict=True):
             number = broadcast(place, offset)
@@ -337,6 +350,6 @@ _address: Any = intrinsic(_compile_address)
 _pointer: Any = intrinsic(_compile_pointer)
 #: Count one up at an address that other threads count at too, and return what was there.
 _take: Any = intrinsic(_compile_take)
-#: (rows, x, weight, pairs, bias, y, bytes between rows of y, weight of the next): one unit for up
-#: to ROWS rows.
+#: (rows, x, weight, pairs, bias, y, bytes between rows of y, weight of the next, bytes of it to ask
+#: for with each pair): one unit for up to ROWS rows.
 _tile: Any = intrinsic(_compile_tile)
