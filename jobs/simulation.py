@@ -19,11 +19,9 @@ from jobs.history import SimulatedRetrieval, vocab_size
 from valuspec import valuation
 from valuspec.cost import CONTEXT, CostStaircase
 from valuspec.drafting.drafter import Drafter
-from valuspec.replay import Select, Step, Trajectory, labels, steps
+from valuspec.replay import MAX_NODES, Select, Step, Trajectory, labels, steps
 from valuspec.thresholds import ThresholdSet
 
-MAX_NODES = 64
-"""Most nodes verified in a step, as in the engine."""
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 

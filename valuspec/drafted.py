@@ -16,12 +16,9 @@ from numpy.typing import NDArray
 from valuspec.cost import CostStaircase
 from valuspec.drafting.drafter import Drafter
 from valuspec.evidence import NUM_CODES, CandidateTree, signatures
-from valuspec.replay import Trajectory, labels, offers
+from valuspec.replay import MAX_NODES, Trajectory, labels, offers
 from valuspec.thresholds import ThresholdSet
 from valuspec.valuation import path_products, walk
-
-MAX_NODES = 64
-"""Most nodes offered in a step, as in the engine."""
 
 IntArray = NDArray[np.int64]
 Offer = tuple[CandidateTree, NDArray[np.int32]]

@@ -22,6 +22,9 @@ from valuspec.jit import kernel
 from valuspec.thresholds import ThresholdSet
 from valuspec.tree import DraftTree
 
+MAX_NODES = 64
+"""Most nodes verified in a step, as in the engine."""
+
 IntArray = NDArray[np.int32]
 BoolArray = NDArray[np.bool_]
 Select = Callable[[CandidateTree, IntArray], IntArray]
@@ -82,7 +85,7 @@ class Tally:
 
 
 def steps(
-    trajectory: Trajectory, drafter: Drafter, select: Select, *, max_nodes: int = 64
+    trajectory: Trajectory, drafter: Drafter, select: Select, *, max_nodes: int = MAX_NODES
 ) -> Iterator[Step]:
     """Decode one trajectory as the engine would."""
     session = _begin(trajectory, drafter)
@@ -102,7 +105,7 @@ def steps(
 
 
 def offers(
-    trajectory: Trajectory, drafter: Drafter, *, max_nodes: int = 64
+    trajectory: Trajectory, drafter: Drafter, *, max_nodes: int = MAX_NODES
 ) -> Iterator[tuple[CandidateTree, IntArray]]:
     """(candidate tree, what the target goes on with) at every position a step could begin at."""
     session = _begin(trajectory, drafter)
@@ -128,7 +131,7 @@ def replay(
     select: Select,
     cost: CostStaircase,
     *,
-    max_nodes: int = 64,
+    max_nodes: int = MAX_NODES,
     remember: bool = False,
 ) -> Tally:
     """Decode trajectories in order and add up.
@@ -157,7 +160,9 @@ def replay(
 # -- which nodes to keep --------------------------------------------------------------------------
 
 
-def filtered(thresholds: ThresholdSet, *, batch_size: int = 1, max_nodes: int = 64) -> Select:
+def filtered(
+    thresholds: ThresholdSet, *, batch_size: int = 1, max_nodes: int = MAX_NODES
+) -> Select:
     """Keep what valuation keeps."""
     return lambda candidate, future: valuation.keep(
         candidate, thresholds, batch_size=batch_size, max_nodes=max_nodes
@@ -170,8 +175,8 @@ def plain(candidate: CandidateTree, future: IntArray) -> IntArray:
 
 
 def unfiltered(candidate: CandidateTree, future: IntArray) -> IntArray:
-    """Keep the whole candidate tree."""
-    return np.arange(len(candidate), dtype=np.int32)
+    """Keep the whole candidate tree, but no more than the engine verifies."""
+    return np.arange(min(len(candidate), MAX_NODES), dtype=np.int32)
 
 
 def oracle(candidate: CandidateTree, future: IntArray) -> IntArray:
