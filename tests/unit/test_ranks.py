@@ -140,7 +140,7 @@ def test_the_probe_runs_over_all_ranks(ranks, monkeypatch) -> None:
     # It notices what goes wrong on another rank alone.
     attention = ranks.targets[1].attention
     ranks.targets[1].attention = lambda rows, cache: attention(
-        replace(rows, slots=rows.slots - (rows.num_rows > 1)), cache
+        replace(rows, slots=np.maximum(0, rows.slots - (rows.num_rows > 1))), cache
     )
     found = probe(ranks.target)
     ranks.targets[1].attention = attention
