@@ -128,3 +128,12 @@ def test_parents_come_earlier() -> None:
     for parents in ([-1, 1], [-2, 0], [-1, 7]):
         with pytest.raises(ValueError, match="follows no earlier row"):
             target.forward([SequenceRows(0, 5, np.array([3, 4]), np.array(parents))], cache)
+
+
+def test_any_array_may_name_the_rows_to_predict_from() -> None:
+    target = tiny_target("llama", dtype=torch.bfloat16)
+    rows = [SequenceRows.chain(0, 0, np.array(engines.random_prompt(7, 12)))]
+    cache = target.new_cache(own_blocks(1, BLOCK))
+    whole = target.forward(rows, cache)
+    for wanted in (np.arange(12)[::-3], np.arange(12, dtype=np.int32)[1::2]):
+        assert torch.equal(target.forward(rows, cache, wanted), whole[wanted.copy()])

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jobs.simulation import MAX_NODES, Replayed, Scenario, examine, simulate
+from jobs.simulation import Replayed, Scenario, examine, simulate
 from tests.support.trajectories import COST, SLOPED, behind_long_prompts, markov_answers, stocked
 from valuspec.cost import CostStaircase
 from valuspec.drafting.drafter import Drafter
-from valuspec.replay import Select, filtered, oracle, plain, replay, unfiltered
+from valuspec.replay import MAX_NODES, Select, filtered, oracle, plain, replay, unfiltered
 from valuspec.thresholds import ThresholdSet
 
 THRESHOLDS = ThresholdSet.starting("any model")

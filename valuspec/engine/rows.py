@@ -141,7 +141,8 @@ def build_rows(
         pad = padded_width(len(array), min_width) - len(array)
         if pad:
             array = np.concatenate([array, np.repeat(array[:1], pad)])
-        return torch.from_numpy(array).to(device)
+        # Compiled code reads numbers one behind the other, whatever a caller's array is like.
+        return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(device)
 
     return Rows(
         token_ids=padded(token_ids),
