@@ -38,7 +38,7 @@ serve: $(SERVING)
 	$(VENV)/bin/valuspec serve --draft $(DRAFT) $(ARGS)
 
 test: $(TESTING)
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 histories: $(TESTING)
 	VALUSPEC_HISTORIES=10000 $(VENV)/bin/python -m pytest -o faulthandler_timeout=0 $(HISTORIES)

@@ -123,7 +123,7 @@ def _with_head(
         assert choice is not None
         replay_ = heads.HeadReplay(target, choice, drafter)
         offered = replay_.offers(answers[:: every or 1])
-        counted = replay_.calibrate(offered, made.buckets[0].cost)
+        counted = replay_.calibrate(offered, {1: made.buckets[0].cost})
         seen[NUM_OCCURRENCE_CODES:] += counted.seen[NUM_OCCURRENCE_CODES:]
         taken[NUM_OCCURRENCE_CODES:] += counted.taken[NUM_OCCURRENCE_CODES:]
     return replace(made, seen=seen, taken=taken)

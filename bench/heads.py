@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,10 +42,12 @@ class HeadReplay:
             self.draft_s = timed.draft_s
         return list(HeadOffers(self.target, self.choice, self.drafter).along(trajectories))
 
-    def calibrate(self, offers: Sequence[list[Offer]], cost: CostStaircase) -> ThresholdSet:
+    def calibrate(
+        self, offers: Sequence[list[Offer]], costs: Mapping[int, CostStaircase]
+    ) -> ThresholdSet:
         return calibrate_drafted(
             Drafted.of_offers(offers, draft_s=self.draft_s),
-            {1: cost},
+            costs,
             model_fingerprint=self.target.model_fingerprint,
             provenance={"made_by": "bench.speed", "draft": self.choice.draft},
         )
@@ -98,4 +100,4 @@ def load(target: Target, draft: str, folder: Path) -> HeadChoice | None:
     """The head for a bench's `--draft`; None for retrieval alone."""
     if draft == "retrieval":
         return None
-    return HeadChoice(target.load_head(folder), "eagle3" if draft == "eagle3" else "hybrid")
+    return HeadChoice.on_cpu(target.load_head(folder), "eagle3" if draft == "eagle3" else "hybrid")

@@ -13,8 +13,10 @@ and the logits each output token was chosen from must have the same bits:
     mixed    one engine of 8 places; requests of all these kinds and plain ones join at random,
              as another batch size from 1 to 8 is drawn
     crowded  the same with a cache too small for them: the youngest are preempted again and again
+    head     the trees of a draft head (with `--draft-head`), all nodes verified
+    hybrid   the same merged with what occurred before, in an engine and a cache as in `crowded`
 
-In the last two, prompts are computed in chunks while others decode.
+In batches, prompts are computed in chunks while others decode.
 
 A line of FILE is {"turns": [...]}, {"messages": [...]} or {"prompt": "..."}.
 """
@@ -46,7 +48,9 @@ from bench.recorder import Recorder, RecordingTarget
 from bench.request_files import read_prompts
 from bench.tally import Tally
 from valuspec.drafting.drafter import Drafter
+from valuspec.eagle3.tree import TreeShape
 from valuspec.engine.engine import Engine
+from valuspec.engine.head_source import Draft, HeadChoice
 from valuspec.engine.kv_cache import BLOCK
 from valuspec.engine.proposal import MAX_TREE_NODES, Filter, keep_by_value
 from valuspec.engine.target import Target
@@ -58,6 +62,8 @@ from valuspec.tree import DraftTree
 MAX_BATCH_SIZE = 8
 #: Of a crowded cache, beyond what one request needs.
 SPARE_BLOCKS = 4
+#: Deeper and wider than pays: more places for a mistake.
+HEAD_SHAPE = TreeShape(top_k=6, depth=3, total_tokens=40)
 ROUND = " again "
 """Separates a prompt's id from the number of times it was asked before."""
 
@@ -72,8 +78,10 @@ class IdentityCheck:
         params: SamplingParams,
         *,
         seed: int = 0,
+        head: Path | None = None,
     ) -> None:
         self.target = target
+        self.head = head
         self.prompts = prompts
         self.params = params
         self.seed = seed
@@ -89,6 +97,7 @@ class IdentityCheck:
         self.plain = plain.outputs
 
     def modes(self) -> dict[str, Callable[[], Tally]]:
+        heads = {"head": self.head_alone, "hybrid": self.hybrid} if self.head is not None else {}
         return {
             "cold": self.cold,
             "warm": self.warm,
@@ -97,6 +106,7 @@ class IdentityCheck:
             "wrong": lambda: self.adversarial("wrong", wrong_trees),
             "mixed": lambda: self.mixed("mixed"),
             "crowded": lambda: self.mixed("crowded", kv_tokens=self._few_tokens()),
+            **heads,
         }
 
     def cold(self) -> Tally:
@@ -120,16 +130,34 @@ class IdentityCheck:
             self._alone(tally, prompt, recorder)
         return tally
 
+    def head_alone(self) -> Tally:
+        tally = Tally()
+        recorder = self._recorder(Drafter(), 1, keep_all, head=self._choice("eagle3"))
+        for prompt in self._progress("head"):
+            self._alone(tally, prompt, recorder)
+        return tally
+
+    def hybrid(self) -> Tally:
+        few, choice = self._few_tokens(), self._choice("hybrid")
+        return self._together(
+            "hybrid",
+            self._recorder(self._stocked(), MAX_BATCH_SIZE, keep_all, kv_tokens=few, head=choice),
+        )
+
     def mixed(self, name: str, *, kv_tokens: int | None = None) -> Tally:
+        scripted = self._scripted(hidden_truth, random_trees, wrong_trees)
+        drafter = EitherDrafter((scripted, self._stocked()), self.seed)
+        return self._together(
+            name, self._recorder(drafter, MAX_BATCH_SIZE, keep_all, kv_tokens=kv_tokens)
+        )
+
+    def _together(self, name: str, recorder: Recorder) -> Tally:
         """Requests join whenever fewer than a changing number of them run.
 
         Few prompts are asked several times, so that batches can fill.
         """
         tally = Tally()
         rng = np.random.default_rng(self.seed)
-        scripted = self._scripted(hidden_truth, random_trees, wrong_trees)
-        drafter = EitherDrafter((scripted, self._stocked()), self.seed)
-        recorder = self._recorder(drafter, MAX_BATCH_SIZE, keep_all, kv_tokens=kv_tokens)
         rounds = -(-2 * MAX_BATCH_SIZE // len(self.prompts))
         waiting = [
             replace(prompt, request_id=f"{prompt.request_id}{ROUND}{i}")
@@ -153,6 +181,10 @@ class IdentityCheck:
         """Room for the largest request, and a few blocks more."""
         longest = max(len(p.token_ids) for p in self.prompts) + self.params.max_tokens
         return (-(-(longest + 1 + MAX_TREE_NODES) // BLOCK) + SPARE_BLOCKS) * BLOCK
+
+    def _choice(self, draft: Draft) -> HeadChoice:
+        assert self.head is not None
+        return HeadChoice(self.target.load_head(self.head), draft, HEAD_SHAPE, always=True)
 
     def _alone(
         self,
@@ -198,6 +230,7 @@ class IdentityCheck:
         *,
         reuse_prefixes: bool = True,
         kv_tokens: int | None = None,
+        head: HeadChoice | None = None,
     ) -> Recorder:
         target: Any = RecordingTarget(self.target)
         engine = Engine(
@@ -208,6 +241,7 @@ class IdentityCheck:
             node_filter=node_filter,
             reuse_prefixes=reuse_prefixes,
             kv_tokens=kv_tokens,
+            head=head,
         )
         return Recorder(engine, target)
 
@@ -258,7 +292,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         target = Target.load(args.model, dtype=args.dtype)
         prompts = read_prompts(args.requests, target, args.limit)
-        check = IdentityCheck(target, prompts, params, seed=args.seed)
+        if args.draft_head is not None:
+            target.load_head(args.draft_head)  # fail before the work
+        check = IdentityCheck(target, prompts, params, seed=args.seed, head=args.draft_head)
     except ValuSpecError as error:
         print(f"identity: {error}", file=sys.stderr)
         return 2
@@ -293,6 +329,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of sampling and of the adversaries")
     parser.add_argument("--model", default="smollm2", help="folder, hub id, GGUF file or smollm2")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--draft-head", type=Path, help="check the trees of this head as well")
     return parser.parse_args(argv)
 
 

@@ -1,17 +1,20 @@
-"""How much faster is the filtered tree? One process, one stream, the same engine on both sides.
+"""How much faster is the filtered tree? One process, the same engine on both sides.
 
     python -m bench.speed --history H.jsonl --calibration C.jsonl --test T.jsonl [--limit N]
+                          [--draft retrieval|eagle3|hybrid] [--streams N]
 
 History answers fill the shared store and the retrieval index and then stay as they are. Transfer
 rates and thresholds come from the calibration answers. Every test request is decoded in every
 mode in turn, the order rotating from request to request, and every mode must give the tokens that
 plain decoding gives. Speeds are of decoding: tokens after the first, over the time of the steps.
+(`--streams`: see `bench.streams`.)
 
     plain       one token a step
     unfiltered  all candidate nodes, 64 at most
     frequency   as many of the most frequent nodes as were best on the calibration answers; with
                 a draft head, of the likeliest
     filtered    the nodes valuation keeps
+    retrieval   with a draft head: the same without it
     oracle      the nodes the target will accept: no filter of these candidates can do better
 """
 
@@ -23,27 +26,23 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from bench import common, heads
+from bench import common, streams
+from bench.workload import add_arguments, prepare
 from valuspec import replay
-from valuspec.calibration import calibrate, reliability, score
-from valuspec.cost import CostStaircase, LiveCosts
+from valuspec.calibration import reliability, score
 from valuspec.drafted import Drafted
-from valuspec.eagle3.loading import SHIPPED_HEAD
 from valuspec.engine.engine import Engine
 from valuspec.engine.measure import measure_cost
 from valuspec.engine.target import Target
 from valuspec.engine.types import GenerationRequest, RequestStats, SamplingParams
 from valuspec.engine.weights import load_model
 from valuspec.replay import Select, Trajectory
-from valuspec.thresholds import ThresholdSet
 
-FREQUENCY_SIZES = (4, 6, 8, 12, 16, 24, 32)
 COST_REPEATS = 11
 """Turns of measuring the verify cost: thresholds are made with it."""
 GENERATE_REQUESTS = 8
@@ -91,75 +90,18 @@ class Measured:
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     target = Target.load(args.model, dtype=args.dtype)
+    if args.streams > 1:
+        return streams.measure(args, target)
     cost = measure_cost(target, repeats=COST_REPEATS)
-    files = (args.history, args.calibration, args.test)
-    prompts = [common.load_prompts(f, target) for f in files]
-    prompts[2] = prompts[2][: args.limit]
-    known = [common.trajectories(target, p, args.max_tokens) for p in prompts[:2]]
-    history, calibration = known
-    drafter = common.FrozenDrafter(shared_tokens=args.shared_tokens)
-    drafter.stock(history)
-    queries = [
-        *calibration,
-        *(
-            Trajectory(
-                np.array(p.token_ids, np.int32),
-                np.empty(0, np.int32),
-                args.max_tokens,
-                namespace=common.NAMESPACE,
-            )
-            for p in prompts[2]
-        ),
-    ]
-    trees = common.retrieve(history, queries, target.vocab_size, args.trees)
-    calibration = [replace(t, retrieved=r) for t, r in zip(calibration, trees, strict=False)]
-    choice = heads.load(target, args.draft, args.draft_head)
-    if choice is not None:
-        head = heads.HeadReplay(target, choice, drafter)
-        offered = head.offers(calibration)
-        thresholds = head.calibrate(offered, cost)
-        fixed = head.best_size(offered, cost)
-    elif args.thresholds is None:
-        thresholds = calibrate(
-            calibration,
-            drafter,
-            {1: cost},
-            model_fingerprint=target.model_fingerprint,
-            provenance={"made_by": "bench.speed"},
-        )
-    else:
-        thresholds = ThresholdSet.load(args.thresholds)
-        thresholds.validate(model_fingerprint=target.model_fingerprint)
-    if choice is None:
-        fixed = _best_frequency(calibration, drafter, cost)
-    selects: dict[str, Select] = {
-        "plain": replay.plain,
-        "unfiltered": replay.unfiltered,
-        "frequency": fixed,
-        "filtered": replay.filtered(thresholds),
-        "oracle": replay.oracle,
-    }
-    engine = Engine(
-        target,
-        drafter=drafter,
-        thresholds=thresholds,
-        max_batch_size=1,
-        reuse_prefixes=False,  # else all modes but the first would find their prompt computed
-        head=choice,
-    )
-    engine.live_costs = LiveCosts({1: cost})
+    workload = prepare(args, target, {1: cost})
+    thresholds, selects = workload.thresholds["filtered"], workload.selects
+    engines = workload.engines(target, {1: cost})
+    engine = engines["filtered"]
     measured = {name: Measured() for name in selects}
     tests: list[Trajectory] = []
     differing = 0
-    bar = tqdm(prompts[2], unit="request", file=sys.stderr)
-    for turn, (prompt, retrieved) in enumerate(zip(bar, trees[len(calibration) :], strict=True)):
-        test = Trajectory(
-            np.array(prompt.token_ids, np.int32),
-            np.empty(0, np.int32),
-            args.max_tokens,
-            retrieved,
-            common.NAMESPACE,
-        )
+    bar = tqdm(workload.prompts, unit="request", file=sys.stderr)
+    for turn, (prompt, test) in enumerate(zip(bar, workload.tests, strict=True)):
         output, stats = _decode(engine, prompt, test, None)
         if len(output) < 2:
             continue
@@ -170,20 +112,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             if engine.head_source is not None:
                 engine.head_source.always = name != "filtered"
-            drafted, stats = _decode(engine, prompt, test, selects[name])
+            drafted, stats = _decode(engines[name], prompt, test, selects[name])
             measured[name].add(stats)
             differing += drafted != output
+    assert engine.live_costs is not None
     live = engine.live_costs.current()[1]  # as a replica knows them: measured, then held to steps
-    if choice is None:
-        replayed = {n: replay.replay(tests, drafter, s, live) for n, s in selects.items()}
-        quality = reliability(tests, drafter, thresholds)
+    if (head := workload.head) is None:
+        replayed = {n: replay.replay(tests, workload.drafter, s, live) for n, s in selects.items()}
+        quality = reliability(tests, workload.drafter, thresholds)
     else:
         offered = head.offers(tests)
         replayed = {n: head.tally(offered, s, live, plain=n == "plain") for n, s in selects.items()}
+        without = replay.replay(tests, workload.drafter, selects["retrieval"], live)
+        replayed["retrieval"] = without
         drafted_tests = Drafted.of_offers(offered)
         quality = score(*drafted_tests.outcomes(drafted_tests.walk(thresholds), thresholds))
     generate_tok_s, engine_tok_s = _transformers_generate(
-        args.model, engine, prompts[2][:GENERATE_REQUESTS], args.max_tokens
+        args.model, engine, workload.prompts[:GENERATE_REQUESTS], args.max_tokens
     )
     plain = measured["plain"].tok_s
     _print(measured, replayed)
@@ -226,27 +171,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.speed", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", default="smollm2", help="folder, hub id, GGUF file or smollm2")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--history", type=Path, required=True, help="requests answered before")
-    parser.add_argument("--calibration", type=Path, required=True, help="requests to learn from")
-    parser.add_argument("--test", type=Path, required=True, help="requests to measure with")
-    parser.add_argument("--thresholds", type=Path, help="use this set instead of calibrating")
-    parser.add_argument("--draft", choices=("retrieval", "eagle3", "hybrid"), default="retrieval")
-    parser.add_argument("--draft-head", type=Path, default=SHIPPED_HEAD, help="an EAGLE-3 head")
-    parser.add_argument("--limit", type=int, help="use the first N test requests")
-    parser.add_argument("--max-tokens", type=int, default=160)
-    parser.add_argument("--trees", type=int, default=16, help="draft trees retrieved per request")
-    parser.add_argument("--shared-tokens", type=int, default=1 << 17, help="shared store's size")
+    add_arguments(parser)
+    parser.add_argument("--streams", type=int, default=1, help="requests decoded at a time")
     return parser.parse_args(argv)
-
-
-def _best_frequency(
-    calibration: Sequence[Trajectory], drafter: common.FrozenDrafter, cost: CostStaircase
-) -> Select:
-    choices = [replay.most_frequent(size) for size in FREQUENCY_SIZES]
-    speeds = [replay.replay(calibration, drafter, c, cost).tok_s for c in choices]
-    return choices[int(np.argmax(speeds))]
 
 
 def _decode(

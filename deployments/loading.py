@@ -107,7 +107,7 @@ def load_engine(
     head = None
     if args.draft != "retrieval":
         folder = SHIPPED_HEAD if args.draft_head is None else Path(args.draft_head)
-        head = HeadChoice(target.load_head(folder), args.draft)
+        head = HeadChoice.on_cpu(target.load_head(folder), args.draft)
     engine = ValuSpecEngine(
         target,
         drafter=Drafter(),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+import pytest
 
 # A local Ray would otherwise write a token into the home folder.
 os.environ["RAY_AUTH_MODE"] = "disabled"
@@ -19,3 +22,14 @@ for name in (
     "VALUSPEC_API_KEYS_FILE",
 ):
     os.environ.pop(name, None)
+
+#: Folders of tests with real processes. They run one after the other, beside the other tests.
+WITH_PROCESSES = {"contract", "faults", "integration"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Say which tests one worker runs in order: a file's, and all those with real processes."""
+    for item in items:
+        path = item.path.relative_to(Path(__file__).parent)
+        group = "processes" if path.parts[0] in WITH_PROCESSES else path.stem
+        item.add_marker(pytest.mark.xdist_group(group))

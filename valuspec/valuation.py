@@ -77,12 +77,10 @@ def select(
 def expected_gain(candidate: CandidateTree, thresholds: ThresholdSet, *, batch_size: int) -> float:
     """Tokens that the nodes worth verifying are expected to bring beyond their price."""
     bucket = thresholds.bucket_index(batch_size)
-    value = np.sort(values(candidate, thresholds))[::-1][:MAX_NODES]
-    value = value[value >= thresholds.buckets[bucket].tau]
+    tau, prices = thresholds.buckets[bucket].tau, thresholds.prices[bucket]
     scale, slope = thresholds.prices_behind(bucket, candidate.context)
-    prices = scale * thresholds.prices[bucket] + slope * np.arange(MAX_NODES + 1)
-    gains = np.cumsum(value) - prices[1 : len(value) + 1]
-    return float(gains.max(initial=0.0))
+    value = values(candidate, thresholds)
+    return float(_best(value, tau, prices, float(scale), float(slope), MAX_NODES)[1])
 
 
 def prune_retrieved(tree: DraftTree, thresholds: ThresholdSet, similarity: float) -> IntArray:
@@ -184,6 +182,19 @@ def _keep(
     slope: float,
     max_nodes: int,
 ) -> IntArray:
+    return np.sort(_best(value, tau, prices, scale, slope, max_nodes)[0])
+
+
+@kernel
+def _best(
+    value: FloatArray,
+    tau: float,
+    prices: NDArray[np.float64],
+    scale: float,
+    slope: float,
+    max_nodes: int,
+) -> tuple[IntArray, float]:
+    """The nodes worth verifying, by falling value, and the tokens expected beyond their price."""
     # Insertion sort by falling value. It is stable, so a parent (earlier, and never worth less)
     # stays before its children, and every prefix is ancestor-closed.
     order = np.empty(value.size, np.int32)
@@ -203,4 +214,4 @@ def _keep(
         gain = expected - (scale * prices[b] + slope * b)
         if gain > best_gain:
             best, best_gain = b, gain
-    return np.sort(order[:best])
+    return order[:best], best_gain

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from tests.support.tiny_models import VOCAB
 from valuspec.eagle3.config import HeadConfig
 from valuspec.eagle3.head import DraftHead
+from valuspec.engine.target import Target
 
 
 def head_config(**changes: Any) -> HeadConfig:
@@ -35,6 +37,18 @@ def random_head(seed: int, **changes: Any) -> DraftHead:
     return head.eval()
 
 
+def head_for(target: Target, seed: int = 0) -> DraftHead:
+    """For a tiny target of four layers; its vocabulary is the target's, so that it is right now
+    and then."""
+    head = random_head(
+        seed, hidden_size=64, target_hidden_size=64, vocab_size=VOCAB, draft_vocab_size=VOCAB
+    )
+    head.embedding = target._lean().embedding
+    with torch.no_grad():
+        head.d2t.zero_()
+    return head
+
+
 def slow_log_p(
     head: DraftHead, features: torch.Tensor, tokens: Sequence[int], path: Sequence[int]
 ) -> torch.Tensor:
@@ -57,7 +71,10 @@ def slow_log_p(
         x = torch.cat([embedded, normed])
 
         def heads(kind: str, x: torch.Tensor = x, position: int = position) -> torch.Tensor:
-            y = (w[f"midlayer.self_attn.{kind}_proj.weight"] @ x).view(-1, config.head_size)
+            y = w[f"midlayer.self_attn.{kind}_proj.weight"] @ x
+            if config.attention_bias:
+                y = y + w[f"midlayer.self_attn.{kind}_proj.bias"]
+            y = y.view(-1, config.head_size)
             if config.qk_norm and kind != "v":
                 y = _norm(y, w[f"midlayer.self_attn.{kind}_norm.weight"])
             return y if kind == "v" else _turned(y, position, config)

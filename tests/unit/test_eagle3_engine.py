@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 import pytest
 import torch
 
 from deployments.loading import load_engine
 from deployments.settings import AppArgs
-from tests.support.eagle_heads import random_head, slow_log_p
+from tests.support.eagle_heads import head_for, slow_log_p
 from tests.support.engines import engine_of, plain, random_prompt, request, run
 from tests.support.rank_threads import ranks_of
-from tests.support.tiny_models import VOCAB, byte_tokenizer, tiny_model, tiny_target, wrap
+from tests.support.tiny_models import byte_tokenizer, tiny_model, tiny_target, wrap
 from valuspec.cost import LiveCosts
 from valuspec.drafting.drafter import Drafter
-from valuspec.eagle3.head import DraftHead
 from valuspec.eagle3.loading import save_head
 from valuspec.eagle3.tree import TreeShape
 from valuspec.engine.engine import Engine
 from valuspec.engine.head_offers import HeadOffers
-from valuspec.engine.head_source import HeadChoice
+from valuspec.engine.head_source import Draft, HeadChoice
 from valuspec.engine.kv_cache import own_blocks
 from valuspec.engine.proposal import keep_by_value
 from valuspec.engine.rows import SequenceRows
@@ -30,7 +27,6 @@ from valuspec.errors import ModelError
 from valuspec.replay import Trajectory
 
 LAYERS = {"num_hidden_layers": 4}
-Draft = Literal["eagle3", "hybrid"]
 
 
 @pytest.fixture(scope="module")
@@ -38,19 +34,8 @@ def target() -> Target:
     return tiny_target(**LAYERS)
 
 
-def head_of(target: Target, seed: int = 0) -> DraftHead:
-    """A random head; its vocabulary is the target's, so that it is right now and then."""
-    head = random_head(
-        seed, hidden_size=64, target_hidden_size=64, vocab_size=VOCAB, draft_vocab_size=VOCAB
-    )
-    head.embedding = target._lean().embedding
-    with torch.no_grad():
-        head.d2t.zero_()
-    return head
-
-
 def engine_with(target: Target, draft: Draft, seed: int = 0, **options) -> Engine:
-    choice = HeadChoice(head_of(target, seed), draft, TreeShape(6, 3, 40), always=True)
+    choice = HeadChoice(head_for(target, seed), draft, TreeShape(6, 3, 40), always=True)
     return engine_of(target, head=choice, **options)
 
 
@@ -104,7 +89,7 @@ def test_the_head_sees_the_features_of_every_token_in_order(target) -> None:
 
     engine.head_source._drafter.draft = listen
     output = run(engine, [request("r", prompt, max_tokens=24, ignore_eos=True)])["r"]
-    head, context = head_of(target), [*prompt, *output.token_ids]
+    head, context = head_for(target), [*prompt, *output.token_ids]
     target.show_features(head.config.layer_ids)
     counts = [1, *(np.cumsum(output.stats.accepted[:3]) + np.arange(2, 5))]
     for count, draft in zip(counts, drafted, strict=False):
@@ -148,7 +133,7 @@ def test_a_head_that_fails_costs_its_drafts_only(target) -> None:
 
 
 def test_a_draft_is_left_out_while_it_does_not_pay(target) -> None:
-    choice = HeadChoice(head_of(target), "hybrid", TreeShape(4, 2, 16))
+    choice = HeadChoice(head_for(target), "hybrid", TreeShape(4, 2, 16))
     engine = engine_of(target, head=choice, max_batch_size=1, node_filter=keep_by_value)
     head = engine.head_source
     calls = []
@@ -190,7 +175,7 @@ def test_trees_along_known_answers_are_those_of_serving(target, draft) -> None:
             Trajectory(np.array(prompt, np.int32), np.array(result.token_ids, np.int32), 24)
         )
         engine.drafter = Drafter()  # answers do not draft for each other here
-    choice = HeadChoice(head_of(target), draft, TreeShape(6, 3, 40))
+    choice = HeadChoice(head_for(target), draft, TreeShape(6, 3, 40))
     offers = list(HeadOffers(target, choice, Drafter()).along(answers))
     for trees, counts, offered in zip(served, accepted, offers, strict=True):
         assert len(offered) == 23
@@ -205,7 +190,7 @@ def test_a_replica_drafts_with_the_head_it_is_given(tmp_path, monkeypatch) -> No
     model = tiny_model("llama", **LAYERS)
     model.save_pretrained(tmp_path / "target")
     byte_tokenizer().save_pretrained(tmp_path / "target")
-    save_head(head_of(wrap(model)), tmp_path / "head")
+    save_head(head_for(wrap(model)), tmp_path / "head")
     monkeypatch.setattr("valuspec.engine.cost_cache.live_costs", lambda *_: LiveCosts({}))
     monkeypatch.setattr("torch.set_num_threads", lambda *_: None)
     args = AppArgs(

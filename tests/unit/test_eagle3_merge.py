@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from valuspec.drafting.eagle3 import UNLISTED, HeadDraft, merge
@@ -41,6 +41,7 @@ def drafted(paths: list[list[int]], seed: int = 0) -> HeadDraft:
     )
 
 
+@settings(deadline=None)  # the first call compiles
 @given(paths_of, paths_of, st.integers(0, 99))
 def test_the_merged_tree_has_the_nodes_and_the_evidence_of_both(one, other, seed) -> None:
     candidate, draft = replace(occurred(one), context=seed), drafted(other, seed)

@@ -10,7 +10,9 @@ import pytest
 from bench import identity
 from bench.recorder import Output
 from bench.tally import Tally
-from tests.support.tiny_models import byte_tokenizer, tiny_model
+from tests.support.eagle_heads import head_for
+from tests.support.tiny_models import byte_tokenizer, tiny_model, wrap
+from valuspec.eagle3.loading import save_head
 from valuspec.engine import acceptance
 from valuspec.engine.rows import SequenceRows
 from valuspec.engine.verify import Verdict
@@ -54,6 +56,26 @@ def test_table_and_last_line(
     assert result["modes"]["mixed"]["mixed_steps"] > 0
     assert result["modes"]["crowded"]["preemptions"] > 0
     assert identity.main([*arguments, "--temperature", "0.8", "--seed", "4"]) == 0
+
+
+def test_trees_of_a_draft_head_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_model("llama", num_hidden_layers=4)
+    model.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    save_head(head_for(wrap(model)), tmp_path / "head")
+    prompts = (json.dumps({"prompt": (text * 12)[:70]}) for text in ("one and two ", "three "))
+    arguments = ["--requests", write(tmp_path, *prompts), "--model", str(tmp_path / "model")]
+    arguments += ["--max-tokens", "12", "--dtype", "float32"]
+    assert identity.main([*arguments, "--draft-head", str(tmp_path / "head")]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    modes = result["modes"]
+    assert list(modes)[-2:] == ["head", "hybrid"]
+    assert modes["head"]["draft_tokens"] > 100
+    assert modes["head"]["accepted_tokens"] > 0
+    assert modes["hybrid"]["identical"] == modes["hybrid"]["requests"] == 16
+    assert modes["hybrid"]["preemptions"] > 0
+    assert identity.main([*arguments, "--draft-head", str(tmp_path / "model")]) == 2
+    assert "4 decoder layers" in capsys.readouterr().err
 
 
 def test_a_difference_is_found_and_fails(

@@ -6,12 +6,13 @@ only occurred, the head's silence is evidence as well, where it was asked what f
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from valuspec.evidence import CandidateTree, Evidence
+from valuspec.jit import kernel
 from valuspec.tree import DraftTree
 
 UNLISTED = 99
@@ -39,45 +40,56 @@ def merge(occurred: CandidateTree, draft: HeadDraft) -> CandidateTree:
     """One candidate tree of both; nodes that occurred come first."""
     if not len(occurred):
         return draft.candidate(occurred.context)
-    old = occurred.tree
-    tokens, parents = old.tokens.tolist(), old.parents.tolist()
-    places = {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True))}
-    where = np.empty(len(draft.tree), np.int32)  # of the head's nodes in the merged tree
-    drafted = zip(draft.tree.parents.tolist(), draft.tree.tokens.tolist(), strict=True)
-    for node, (parent, token) in enumerate(drafted):
-        edge = (int(where[parent]) if parent >= 0 else -1, token)
-        if (place := places.get(edge)) is None:
-            place = places[edge] = len(tokens)
-            tokens.append(token)
-            parents.append(edge[0])
+    most = len(occurred) + len(draft.tree)
+    tree = DraftTree(*(np.ones(most, np.int32) for _ in range(3)))
+    evidence = Evidence._make(np.empty(most, field.dtype) for field in occurred.evidence)
+    size = _merge(
+        (occurred.tree.tokens, occurred.tree.parents, occurred.tree.counts), occurred.evidence,
+        (draft.tree.tokens, draft.tree.parents), draft.probability, draft.rank,
+        (tree.tokens, tree.parents, tree.counts), evidence,
+    )  # fmt: skip
+    tree = DraftTree(tree.tokens[:size], tree.parents[:size], tree.counts[:size])
+    return CandidateTree(tree, Evidence._make(field[:size] for field in evidence), occurred.context)
+
+
+@kernel
+def _merge(
+    old: Any, occurred: Evidence, drafted: Any, probability: Any, rank: Any,
+    merged: Any, evidence: Evidence,
+) -> Any:  # fmt: skip
+    """Fill `merged` (tokens, parents, counts of one) and `evidence`; how many nodes they have."""
+    tokens, parents, counts = merged
+    size = old[0].size
+    tokens[:size], parents[:size], counts[:size] = old[0], old[1], old[2]
+    evidence.sources[:size], evidence.sources[size:] = occurred.sources, 0
+    evidence.match_length[:size], evidence.match_length[size:] = occurred.match_length, 0
+    evidence.occurrences[:size], evidence.occurrences[size:] = occurred.occurrences, 0
+    evidence.share[:size], evidence.share[size:] = occurred.share, 0
+    evidence.own_share[:size], evidence.own_share[size:] = occurred.own_share, np.nan
+    # What followed a node, all occurrences together, and whether the head was asked: by parent + 1.
+    followed = np.zeros(tokens.size + 1, np.int32)
+    asked = np.zeros(tokens.size + 1, np.bool_)
+    for node in range(size):
+        followed[parents[node] + 1] = occurred.parent_occurrences[node]
+    where = np.empty(drafted[0].size, np.int32)  # of the head's nodes in the merged tree
+    for node in range(drafted[0].size):
+        token, parent = drafted[0][node], drafted[1][node]
+        parent = where[parent] if parent >= 0 else np.int32(-1)
+        place = 0
+        while place < size and not (tokens[place] == token and parents[place] == parent):
+            place += 1
+        if place == size:
+            tokens[place], parents[place] = token, parent
+            size += 1
         where[node] = place
-    tree = DraftTree.from_lists(tokens, parents)
-    tree.counts[: len(old)] = old.counts
-    return CandidateTree(tree, _both(occurred.evidence, tree, draft, where), occurred.context)
-
-
-def _both(
-    occurred: Evidence, tree: DraftTree, draft: HeadDraft, where: NDArray[np.int32]
-) -> Evidence:
-    first_new, size = len(occurred.depth), len(tree)
-    grown = Evidence(*(
-        np.concatenate([field, np.zeros(size - first_new, field.dtype)]) for field in occurred
-    ))  # fmt: skip
-    # What followed a node, all occurrences together; the last entry is the context's.
-    followed = np.zeros(size + 1, np.int32)
-    followed[tree.parents[:first_new]] = occurred.parent_occurrences
-    probability = np.full(size, np.nan, np.float32)
-    asked = np.zeros(size + 1, bool)
-    asked[np.where(draft.tree.parents >= 0, where[draft.tree.parents], -1)] = True
-    probability[asked[tree.parents]] = 0.0
-    rank = np.where(asked[tree.parents], UNLISTED, 0).astype(np.int32)
-    probability[where], rank[where] = draft.probability, draft.rank
-    own_share = grown.own_share.copy()
-    own_share[first_new:] = np.nan
-    return grown._replace(
-        parent_occurrences=followed[tree.parents],
-        depth=tree.depths(),
-        own_share=own_share,
-        probability=probability,
-        rank=rank,
-    )
+        asked[parent + 1] = True
+    for node in range(size):
+        parent = parents[node]
+        evidence.parent_occurrences[node] = followed[parent + 1]
+        evidence.depth[node] = evidence.depth[parent] + 1 if parent >= 0 else 1
+        evidence.probability[node] = 0.0 if asked[parent + 1] else np.nan
+        evidence.rank[node] = UNLISTED if asked[parent + 1] else 0
+    for node in range(where.size):
+        evidence.probability[where[node]] = probability[node]
+        evidence.rank[where[node]] = rank[node]
+    return size

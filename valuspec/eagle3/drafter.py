@@ -1,26 +1,52 @@
 """A draft head at work: its keys and values, and the trees of a whole batch at once.
 
 Keys and values lie in the blocks the target's cache uses, under the same tables. So requests that
-share a prompt's blocks share what the head knows of it, and nothing is to be freed.
+share a prompt's blocks share what the head knows of it, and nothing is to be freed. Nodes of a tree
+that grows have blocks of their own behind those, which nobody shares.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from valuspec.drafting.eagle3 import HeadDraft
+from valuspec.eagle3.compiled_head import CompiledHead, Likeliest
 from valuspec.eagle3.head import DraftHead
-from valuspec.eagle3.tree import TreeShape, grow
-from valuspec.engine.bits import aligned_zeros
-from valuspec.engine.kv_cache import BLOCK
-from valuspec.engine.linear import packed
+from valuspec.eagle3.plain_head import PlainHead
+from valuspec.eagle3.tree import Growth, TreeShape
+from valuspec.engine.kv_cache import BLOCK, Int64Array, KvCache
+from valuspec.engine.path_attention import PathAttention
+from valuspec.engine.rows import NEAR, Rows, SequenceRows, build_rows
+from valuspec.jit import kernel
+
+_CPU = torch.device("cpu")
+
+
+class Steps(Protocol):
+    """The head's arithmetic. A step hands its hidden states on to the next one."""
+
+    def catch_up(
+        self, features: torch.Tensor, rows: Rows, known: PathAttention, ends: PathAttention
+    ) -> Likeliest:
+        """Take note of rows, and predict what follows some of them.
+
+        features: of the target [num_rows, 3 * hidden]
+        rows:     the tokens after them; `logit_rows` are those to predict from
+        known:    attention of all rows, ends: of those to predict from
+        """
+        ...
+
+    def expand(self, parents: Int64Array, rows: Rows, attention: PathAttention) -> Likeliest:
+        """Predict what follows rows of a tree.
+
+        parents: int64 [num_rows], rows that the step before predicted from
+        """
+        ...
 
 
 class _Pairs(NamedTuple):
@@ -34,22 +60,37 @@ class _Pairs(NamedTuple):
 class HeadDrafter:
     """Drafts for the sequences of one engine. Use from one thread.
 
-    head:       repacked for few rows; it can draft from then on and nothing else
+    head:       in main memory, bf16 or fp32
     tables:     int64 [places, blocks of a sequence]; the engine's own, read at every draft
     num_blocks: blocks the tables may name
     """
 
     def __init__(
-        self, head: DraftHead, tables: NDArray[np.int64], num_blocks: int, shape: TreeShape
+        self, head: DraftHead, tables: Int64Array, num_blocks: int, shape: TreeShape
     ) -> None:
-        self.shape = shape
-        self._head = _packed(head)
-        self._tables = tables
+        if shape.depth >= NEAR:
+            raise ValueError(f"a tree may be expanded {NEAR - 1} times, not {shape.depth}")
         config = head.config
-        dtype = head.embedding.dtype
-        kept = (num_blocks, BLOCK, config.num_kv_heads, config.head_size)
-        self._keys = _lazy_zeros(kept, dtype)
-        self._values = _lazy_zeros(kept, dtype)
+        self.shape = shape
+        self._d2t = head.d2t.numpy()
+        self._engine_tables = tables
+        places, blocks_each = tables.shape
+        self._first_own = blocks_each * BLOCK  # slot of the first node of a tree
+        own_each = -(-max(1, shape.depth * shape.top_k) // BLOCK)
+        own = num_blocks + np.arange(places * own_each).reshape(places, own_each)
+        self._cache = KvCache(
+            num_layers=1, num_blocks=num_blocks + own.size,
+            num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size, dtype=head.embedding.dtype, device=_CPU,
+            tables=np.concatenate([tables, own], axis=1),
+        )  # fmt: skip
+        top_k = min(shape.top_k, config.draft_vocab_size)
+        if CompiledHead.takes(head):
+            positions = self._first_own + NEAR
+            self._steps: Steps = CompiledHead(head, self._cache, top_k, positions)
+        else:
+            self._steps = PlainHead(head, top_k)
+        self._every = np.arange(places * top_k)
         self._waiting: dict[int, list[_Pairs]] = {}
 
     def observe(
@@ -63,8 +104,8 @@ class HeadDrafter:
 
     def copy(self, source: int, target: int) -> None:
         """Copy what is known of a block's tokens to another block."""
-        self._keys[target] = self._keys[source]
-        self._values[target] = self._values[source]
+        for kept in (self._cache.keys, self._cache.values):
+            kept[:, target] = kept[:, source]
 
     def forget(self, place: int) -> None:
         """Another sequence will have this place."""
@@ -80,143 +121,79 @@ class HeadDrafter:
 
         max_depths: most levels of each tree, at least 1
         """
-        head = self._head
-        hidden, lengths = self._catch_up(places)
-        context = _Context(*self._gather(places, lengths), torch.from_numpy(lengths))
-        first, feature = head.logits(hidden)
-        growth = _Growth(head, context, feature)
+        self._cache.tables[:, : self._engine_tables.shape[1]] = self._engine_tables
         depth = min(self.shape.depth, max(max_depths) - 1)
         shape = TreeShape(self.shape.top_k, depth, self.shape.total_tokens)
-        drafts = grow(first.float().log_softmax(-1), growth.expand, head.token_ids, shape)
-        return [_cut(draft, most) for draft, most in zip(drafts, max_depths, strict=True)]
+        growth = Growth(len(places), shape, self._d2t)
+        likeliest, lengths = self._catch_up(places)
+        near = np.zeros((len(places), NEAR), np.int64)
+        for level in range(depth):
+            tokens, parents = growth.add(*likeliest)
+            rows = self._level(level, places, lengths, tokens, near[parents])
+            attention = PathAttention(rows, self._cache)
+            likeliest = self._steps.expand(parents, rows, attention)
+            near = rows.near
+        growth.add(*likeliest)
+        return growth.drafts(max_depths)
 
-    def _catch_up(self, places: Sequence[int]) -> tuple[torch.Tensor, NDArray[np.int64]]:
-        """Write the waiting pairs; (hidden state after each sequence's last, positions known)."""
-        head = self._head
-        pairs = [p for place in places for p in self._waiting[place]]
-        owners = np.repeat(places, [sum(len(p.tokens) for p in self._waiting[q]) for q in places])
-        positions = np.concatenate([p.first + np.arange(len(p.tokens)) for p in pairs])
-        last = np.flatnonzero(np.append(owners[1:] != owners[:-1], True))
-        rows = head.project(
-            torch.from_numpy(np.concatenate([p.tokens for p in pairs])),
-            head.fuse(torch.cat([p.features for p in pairs])),
-            torch.from_numpy(positions),
-        )
-        cells = self._tables[owners, positions // BLOCK] * BLOCK + positions % BLOCK
-        self._keys.view(-1, *rows.key.shape[1:])[cells] = rows.key
-        self._values.view(-1, *rows.value.shape[1:])[cells] = rows.value
-        for place in places:
-            del self._waiting[place]
-        lengths = positions[last] + 1
-        context = _Context(*self._gather(places, lengths), torch.from_numpy(lengths))
-        picked = torch.from_numpy(last)
-        attended = context.attend(rows.query[picked][:, None], [], None)
-        return head.finish(rows.residual[picked], attended.flatten(0, 1)), lengths
+    def _catch_up(self, places: Sequence[int]) -> tuple[Likeliest, Int64Array]:
+        """Take note of the waiting pairs; (what follows each sequence, positions known of it)."""
+        waiting = [self._waiting.pop(place) for place in places]
+        features = [pair.features for pairs in waiting for pair in pairs]
+        members = [
+            SequenceRows.chain(place, pairs[0].first, np.concatenate([p.tokens for p in pairs]))
+            for place, pairs in zip(places, waiting, strict=True)
+        ]
+        last = np.cumsum([len(member) for member in members]) - 1
+        rows = build_rows(members, last, _CPU, min_width=1)
+        lengths = rows.lengths[last]
+        ends = build_rows(
+            [
+                SequenceRows.chain(member.sequence, length - 1, member.token_ids[-1:])
+                for member, length in zip(members, lengths.tolist(), strict=True)
+            ],
+            np.arange(len(members)), _CPU, min_width=1,
+        )  # fmt: skip
+        likeliest = self._steps.catch_up(
+            features[0] if len(features) == 1 else torch.cat(features), rows,
+            PathAttention(rows, self._cache), PathAttention(ends, self._cache),
+        )  # fmt: skip
+        return likeliest, lengths
 
-    def _gather(
-        self, places: Sequence[int], lengths: NDArray[np.int64]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [requests, longest, kv heads, size] of the blocks in use."""
-        blocks = torch.from_numpy(self._tables[places, : -(-int(lengths.max()) // BLOCK)])
-        return self._keys[blocks].flatten(1, 2), self._values[blocks].flatten(1, 2)
+    def _level(
+        self, level: int, places: Sequence[int], lengths: Int64Array, tokens: Int64Array,
+        near: Int64Array,
+    ) -> Rows:  # fmt: skip
+        """Rows of the trees' nodes to expand, as many of each tree.
 
-
-class _Context:
-    """Keys and values of the sequences' own tokens, and attention to them.
-
-    keys, values: [requests, longest, kv heads, size]; lengths: int64 [requests]
-    """
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor) -> None:
-        self.lengths = lengths
-        self._keys = keys.permute(0, 2, 3, 1)
-        self._values = values.transpose(1, 2)
-        self._beyond = torch.arange(keys.shape[1]) >= lengths[:, None, None, None]
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        tree: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        visible: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """[requests, nodes, heads, size] for queries of the same shape.
-
-        tree:    keys and values of tree nodes, [requests, some nodes, kv heads, size] each
-        visible: bool [requests, nodes, all those tree nodes], who attends to whom
+        near: int64 [num_rows, NEAR], what their parents attend to (taken over)
         """
-        requests, nodes, heads, size = query.shape
-        kv_heads = self._keys.shape[1]
-        groups = heads // kv_heads
-        grouped = query.view(requests, nodes, kv_heads, groups, size).transpose(1, 2).flatten(2, 3)
-        scores = (grouped @ self._keys).float().masked_fill(self._beyond, -torch.inf)
-        if visible is not None:
-            keys = torch.cat([key for key, _ in tree], dim=1).permute(0, 2, 3, 1)
-            hidden = ~visible[:, None].repeat_interleave(groups, dim=2)
-            own = (grouped @ keys).float().masked_fill(hidden, -torch.inf)
-            scores = torch.cat([scores, own], dim=-1)
-        weights = scores.softmax(-1).to(query.dtype)
-        width = self._keys.shape[-1]
-        out = weights[..., :width] @ self._values
-        if visible is not None:
-            values = torch.cat([value for _, value in tree], dim=1).transpose(1, 2)
-            out = out + weights[..., width:] @ values
-        return out.view(requests, kv_heads, nodes, groups, size).transpose(1, 2).flatten(2, 3)
+        of_rows = np.empty((6, len(tokens)), np.int64)
+        where = np.array([places, lengths])
+        _lay_out(where, level, self._first_own, near, of_rows)
+        return Rows(
+            token_ids=torch.from_numpy(tokens),
+            positions=torch.from_numpy(of_rows[0]),
+            logit_rows=torch.from_numpy(self._every[: len(tokens)]),
+            members=(), min_width=1, slots=of_rows[1], paths=of_rows[2:], near=near,
+            counts=np.full(len(places), len(tokens) // len(places)),
+        )  # fmt: skip
 
 
-class _Growth:
-    """The state of trees between two levels.
+@kernel
+def _lay_out(
+    where: Int64Array, level: int, first_own: int, near: Int64Array, of_rows: Int64Array
+) -> None:
+    """Fill what `Rows` says of nodes to expand, whose parents' near slots are given.
 
-    feature: [requests, hidden], what the context's last row hands on
+    where: places and lengths, [2, requests]; of_rows: see `valuspec.engine.rows`
     """
-
-    def __init__(self, head: DraftHead, context: _Context, feature: torch.Tensor) -> None:
-        self._head = head
-        self._context = context
-        self._features = feature[:, None]
-        self._tree: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._visible = torch.zeros(len(feature), 1, 0, dtype=torch.bool)
-
-    def expand(self, draft_ids: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
-        """See `valuspec.eagle3.tree.Expand`."""
-        head, (requests, nodes) = self._head, draft_ids.shape
-        positions = self._context.lengths[:, None] + len(self._tree)
-        feature = _taken(self._features, parents)
-        rows = head.project(
-            head.token_ids(draft_ids).flatten(),
-            feature.flatten(0, 1),
-            positions.expand(requests, nodes).flatten(),
-        )
-        query, key, value = (t.view(requests, nodes, *t.shape[1:]) for t in rows[1:])
-        self._tree.append((key, value))
-        itself = torch.eye(nodes, dtype=torch.bool).expand(requests, nodes, nodes)
-        self._visible = torch.cat([_taken(self._visible, parents), itself], dim=2)
-        attended = self._context.attend(query, self._tree, self._visible)
-        hidden = head.finish(rows.residual, attended.flatten(0, 1))
-        logits, handed_on = head.logits(hidden)
-        self._features = handed_on.view(requests, nodes, -1)
-        return logits.float().log_softmax(-1).view(requests, nodes, -1)
-
-
-def _taken(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """rows [requests, n, size] at index [requests, m] -> [requests, m, size]."""
-    return rows.gather(1, index[..., None].expand(*index.shape, rows.shape[2]))
-
-
-def _cut(draft: HeadDraft, max_depth: int) -> HeadDraft:
-    shallow = np.flatnonzero(draft.tree.depths() <= max_depth)
-    return HeadDraft(draft.tree.select(shallow), draft.probability[shallow], draft.rank[shallow])
-
-
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Memory is used where something is written."""
-    size = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(aligned_zeros((size,), np.uint8)).view(dtype).view(shape)
-
-
-def _packed(head: DraftHead) -> DraftHead:
-    """The head with its linear layers packed, for few rows at a time."""
-    for module in list(head.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear):
-                setattr(module, name, packed(child.weight, child.bias))
-    return head.requires_grad_(False)
+    positions, slots, sequences, starts, lowest, lengths = of_rows
+    each = len(slots) // where.shape[1]
+    for row in range(len(slots)):
+        place, known = where[:, row // each]
+        positions[row], sequences[row] = known + level, place
+        slots[row] = first_own + level * each + row % each
+        starts[row], lowest[row], lengths[row] = known, 0, known + level + 1
+        near[row, :-1] = near[row, 1:]
+        near[row, -1] = slots[row]

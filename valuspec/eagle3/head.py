@@ -34,7 +34,7 @@ class Projected(NamedTuple):
 
 
 class DraftHead(nn.Module):
-    """All but attention works on rows; `valuspec.eagle3.cache` and `.training` attend."""
+    """All but attention works on rows; `valuspec.eagle3.drafter` and `.training` attend."""
 
     def __init__(self, config: HeadConfig, embedding: torch.Tensor) -> None:
         """embedding: the target's, [vocabulary, hidden]; shared, not trained and not stored."""
@@ -75,9 +75,9 @@ class DraftHead(nn.Module):
         return Projected(residual, scaled, _rotate(key, angles), value)
 
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Hidden states [num_rows, hidden] after attention gave [num_rows, heads, size]."""
+        """Hidden states [num_rows, hidden] after attention gave [num_rows, heads * size]."""
         layer = self.midlayer
-        hidden: torch.Tensor = residual + layer.self_attn.o_proj(attended.flatten(1))
+        hidden: torch.Tensor = residual + layer.self_attn.o_proj(attended)
         return torch.add(hidden, layer.mlp(layer.post_attention_layernorm(hidden)))
 
     def logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,6 +89,10 @@ class DraftHead(nn.Module):
         """Token ids of the target's vocabulary; `d2t` holds the differences."""
         token_ids: torch.Tensor = draft_ids + self.d2t[draft_ids]
         return token_ids
+
+    def angles(self, num_positions: int) -> torch.Tensor:
+        """Cosine and sine by position, float32 [num_positions, 2, head size / 2]."""
+        return _angles(self.config, num_positions)
 
     def _at(self, positions: torch.Tensor) -> torch.Tensor:
         if len(positions) and int(positions.max()) >= len(self._angles):

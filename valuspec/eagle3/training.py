@@ -110,7 +110,7 @@ def unroll(head: DraftHead, batch: Batch, num_steps: int, decay: float = 0.8) ->
         labels = batch.anchors + 1 + step
         alive = labels < ends - 1  # the last token's row predicts nothing that was said
         labels = labels.clamp(max=len(rows) - 1)
-        hidden = head.finish(residual, attention.attend(query))
+        hidden = head.finish(residual, attention.attend(query).flatten(1))
         logits, hidden = head.logits(hidden)
         known = alive & batch.labelled[labels]
         log_p = logits.float().log_softmax(-1)

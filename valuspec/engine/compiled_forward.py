@@ -18,11 +18,11 @@ from valuspec.engine.bits import aligned_zeros
 from valuspec.engine.linear import TiledLinear
 from valuspec.engine.path_attention import PathAttention, describe
 from valuspec.engine.path_kernels import Call
-from valuspec.engine.program import Program, Step
+from valuspec.engine.program import Program, Step, element
 from valuspec.engine.row_kernels import RowsCopy, RowsGate, RowsNorm, RowsPick, RowsRotation
 from valuspec.engine.row_ops import RmsNorm, Rotary
 from valuspec.engine.rows import Rows
-from valuspec.engine.tile_kernels import OUTPUTS, Product
+from valuspec.engine.tile_kernels import OUTPUTS
 from valuspec.jit import kernel
 
 if TYPE_CHECKING:
@@ -57,9 +57,10 @@ class CompiledForward:
         self._windows = list(dict.fromkeys(windows))
         self._window_of_layer = np.array([self._windows.index(window) for window in windows])
         norms = [norm for layer in layers for norm in (layer.input_norm, layer.post_norm)]
-        self._products = np.array([[_product(x) for x in layer.linears] for layer in layers])
-        self._head = np.array([_product(head)])
-        self._norms = np.array([_norm(norm) for norm in (*norms, last_norm)])
+        tiled: list[tuple[Any, ...]] = [layer.linears for layer in layers]
+        self._products = np.array([[element(x.product()) for x in linears] for linears in tiled])
+        self._head = np.array([element(head.product())])
+        self._norms = np.array([element(norm.call()) for norm in (*norms, last_norm)])
         self._rotations = np.array([_rotation(rotary, layer) for layer in layers])
         self._rotations["num_queries"] = num_heads
         self._rotations["num_keys"] = num_kv_heads
@@ -91,7 +92,7 @@ class CompiledForward:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits [len(rows.logit_rows), vocabulary], and what `feature_layers` read."""
         num_rows, num_logits = len(rows.token_ids), len(rows.logit_rows)
-        if not _within(
+        if not within(
             rows.token_ids.numpy(), rows.positions.numpy(), rows.logit_rows.numpy(), self._limits
         ):  # compiled code follows these numbers without looking
             raise IndexError("a token id, a position or a row to predict from is out of range")
@@ -189,19 +190,6 @@ class CompiledForward:
         return Program([*steps, Step(pick, self._pick), Step(multiply, self._head)])
 
 
-def _product(linear: Any) -> np.void:
-    found: np.void = np.frombuffer(bytes(linear.product()), np.dtype(Product))[0]
-    return found
-
-
-def _norm(norm: RmsNorm) -> np.void:
-    assert norm.scale is not None  # bf16 in main memory
-    written: np.void = np.zeros(1, np.dtype(RowsNorm))[0]
-    written["scale"], written["size"] = norm.scale.ctypes.data, len(norm.scale)
-    written["eps"] = norm.eps
-    return written
-
-
 def _rotation(rotary: Rotary, layer: Layer) -> np.void:
     written: np.void = np.zeros(1, np.dtype(RowsRotation))[0]
     written["cos"], written["sin"] = rotary.cos.data_ptr(), rotary.sin.data_ptr()
@@ -209,13 +197,16 @@ def _rotation(rotary: Rotary, layer: Layer) -> np.void:
     written["scaling"] = rotary.scaling
     for name, norm in (("query_scale", layer.q_norm), ("key_scale", layer.k_norm)):
         if norm is not None:
-            written[name], written["eps"] = _norm(norm)["scale"], norm.eps
+            written[name], written["eps"] = norm.call().scale, norm.eps
     return written
 
 
 @kernel
-def _within(token_ids: Any, positions: Any, logit_rows: Any, limits: Any) -> bool:
-    """limits: tokens and positions there are"""
+def within(token_ids: Any, positions: Any, logit_rows: Any, limits: Any) -> bool:
+    """Whether compiled code may follow these numbers of rows.
+
+    limits: tokens and positions there are
+    """
     for row in range(token_ids.size):
         if not (0 <= token_ids[row] < limits[0] and 0 <= positions[row] < limits[1]):
             return False

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from valuspec.engine.attention import Attention
 from valuspec.engine.compiled_forward import CompiledForward
-from valuspec.engine.linear import Linear, packed
+from valuspec.engine.linear import Linear, fused, packed
 from valuspec.engine.path_attention import PathAttention
 from valuspec.engine.ranks import RankGroup, RowSplitLinear
 from valuspec.engine.row_ops import Angles, ResidualStream, RmsNorm, Rotary, gated
@@ -140,13 +140,13 @@ def _pack_layer(layer: Any, config: Any, group: RankGroup | None) -> Layer:
         window = config.sliding_window
     return Layer(
         input_norm=RmsNorm(layer.input_layernorm.weight, config.rms_norm_eps),
-        qkv=_fuse(attention.q_proj, attention.k_proj, attention.v_proj),
+        qkv=fused(attention.q_proj, attention.k_proj, attention.v_proj),
         q_norm=_head_norm(attention, "q_norm", config.rms_norm_eps),
         k_norm=_head_norm(attention, "k_norm", config.rms_norm_eps),
-        output=_over_ranks(_fuse(attention.o_proj), group),
+        output=_over_ranks(fused(attention.o_proj), group),
         post_norm=RmsNorm(layer.post_attention_layernorm.weight, config.rms_norm_eps),
-        gate_up=_fuse(mlp.gate_proj, mlp.up_proj),
-        down=_over_ranks(_fuse(mlp.down_proj), group),
+        gate_up=fused(mlp.gate_proj, mlp.up_proj),
+        down=_over_ranks(fused(mlp.down_proj), group),
         window=window,
     )
 
@@ -158,14 +158,6 @@ def _over_ranks(linear: Linear, group: RankGroup | None) -> Linear:
 def _head_norm(attention: Any, name: str, eps: float) -> RmsNorm | None:
     norm = getattr(attention, name, None)
     return None if norm is None else RmsNorm(norm.weight, eps)
-
-
-def _fuse(*linears: nn.Linear) -> Linear:
-    """One product for several layers that read the same input."""
-    weight = torch.cat([linear.weight.detach() for linear in linears])
-    if linears[0].bias is None:
-        return packed(weight)
-    return packed(weight, torch.cat([linear.bias.detach() for linear in linears]))
 
 
 _IMPLEMENTATION = "valuspec"

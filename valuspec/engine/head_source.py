@@ -28,11 +28,16 @@ from valuspec.valuation import expected_gain
 GAIN_EDGES = np.array([0.1, 0.3, 0.6, 1.0, 1.5, 2.5, 4.0])
 """Buckets of the tokens expected of a tree without the head's draft."""
 TRIAL_EVERY = 16
-"""So often a draft is made although it has not paid, to notice when it would."""
+"""Of so many steps without a draft one makes one for a request, to notice when it would pay."""
 MEMORY = 0.05
 """Weight of the latest draft in the averages."""
-CPU_SHAPE = TreeShape(top_k=4, depth=1, total_tokens=13)
-"""Where a level of the tree takes a fifth of a plain step, deep trees do not pay."""
+Draft = Literal["eagle3", "hybrid"]
+CPU_SHAPES: dict[Draft, TreeShape] = {
+    "eagle3": TreeShape(top_k=4, depth=1, total_tokens=13),
+    "hybrid": TreeShape(top_k=4, depth=0, total_tokens=5),
+}
+"""Where a level of the tree takes a tenth of a plain step, deep trees do not pay; what occurred
+before goes on for several tokens where it is right, and leaves a second level little to win."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +45,14 @@ class HeadChoice:
     """A loaded head and how it is used: alone, or with what occurred before."""
 
     head: DraftHead
-    draft: Literal["eagle3", "hybrid"] = "hybrid"
-    shape: TreeShape = CPU_SHAPE
+    draft: Draft
+    shape: TreeShape
     always: bool = False
     """Draft in every step, paying or not."""
+
+    @classmethod
+    def on_cpu(cls, head: DraftHead, draft: Draft) -> HeadChoice:
+        return cls(head, draft, CPU_SHAPES[draft])
 
 
 class HeadSource:
@@ -76,9 +85,10 @@ class HeadSource:
         offset = 0
         for sequence, tree, verdict in zip(sequences, trees, verdicts, strict=True):
             if sequence.session is not None:
-                rows = torch.tensor([0, *verdict.accepted_rows], device=features.device)
+                rows = torch.from_numpy(np.array([0, *verdict.accepted_rows]) + offset)
                 tokens = np.array(verdict.token_ids, np.int64)
-                self._drafter.observe(sequence.place, tree.start, features[offset + rows], tokens)
+                seen = features.index_select(0, rows)
+                self._drafter.observe(sequence.place, tree.start, seen, tokens)
             offset += len(tree)
 
     def observe_chunks(
@@ -116,11 +126,12 @@ class HeadSource:
             expected_gain(c, s.thresholds, batch_size=size)
             for s, c in zip(sequences, candidates, strict=True)
         ]
-        chosen = [
-            i
-            for i, s in enumerate(sequences)
-            if self._drafter.ready(s.place) and self._pays(s, gains[i], size)
-        ]
+        ready = [i for i, s in enumerate(sequences) if self._drafter.ready(s.place)]
+        chosen = [i for i in ready if self.always or self._pays(sequences[i], gains[i], size)]
+        if ready and not chosen:
+            self._left_out += 1
+            if self._left_out % TRIAL_EVERY == 0:
+                chosen = ready[:1]
         merged = list(candidates)
         if not chosen:
             return merged
@@ -144,10 +155,7 @@ class HeadSource:
         bucket = np.searchsorted(GAIN_EDGES, gain, side="right")
         # Everyone in the batch waits for a draft.
         price = sequence.thresholds.tokens_of(self._seconds * batch_size, batch_size=batch_size)
-        if self.always or self._added[bucket] > price:
-            return True
-        self._left_out += 1
-        return self._left_out % TRIAL_EVERY == 0
+        return bool(self._added[bucket] > price)
 
     def _learn_seconds(self, seconds: float) -> None:
         weight = MEMORY if self._seconds else 1.0

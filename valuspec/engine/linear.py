@@ -34,6 +34,14 @@ def packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     return PackedLinear(weight, bias)
 
 
+def fused(*linears: nn.Linear) -> Linear:
+    """One product for several layers that read the same input."""
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    if linears[0].bias is None:
+        return packed(weight)
+    return packed(weight, torch.cat([linear.bias.detach() for linear in linears]))
+
+
 _slabs = Slabs()
 
 
@@ -65,7 +73,7 @@ class TiledLinear(nn.Module):
         )
 
     def product(self) -> Product:
-        """What to compute, but for rows: x, y and num_rows."""
+        """What to compute, but for rows: x, y and num_rows. Valid as long as this object."""
         return Product(
             weight=self._weight.ctypes.data,
             bias=self._bias.ctypes.data,

@@ -69,10 +69,7 @@ class PathAttention:
         softcap: float | None = None,
     ) -> torch.Tensor:
         """See `Attention.attend`."""
-        path_kernels.store(
-            as_numpy(qkv), as_numpy(self.cache.keys[layer]), as_numpy(self.cache.values[layer]),
-            self._cells,
-        )  # fmt: skip
+        self.store(layer, qkv)
         alone = self._alone
         call = alone.calls[layer : layer + 1]
         call["qkv"], call["softcap"] = qkv.data_ptr(), softcap or 0.0
@@ -80,6 +77,13 @@ class PathAttention:
         alone.taken[:] = 0
         team.run(alone.work.address, call.ctypes.data, alone.num_threads)
         return alone.out
+
+    def store(self, layer: int, qkv: torch.Tensor) -> None:
+        """Store the rows' keys and values; qkv: as in `attend`."""
+        path_kernels.store(
+            as_numpy(qkv), as_numpy(self.cache.keys[layer]), as_numpy(self.cache.values[layer]),
+            self._cells,
+        )  # fmt: skip
 
     @cached_property
     def _alone(self) -> _Alone:

@@ -37,6 +37,12 @@ class _Run(ctypes.Structure):
     )
 
 
+def element(structure: ctypes.Structure) -> np.void:
+    """A structure as an element for an array of such."""
+    found: np.void = np.frombuffer(bytes(structure), np.dtype(type(structure)))[0]
+    return found
+
+
 class Step(NamedTuple):
     """A call `void work(argument *)` with one element of an array of structures."""
 

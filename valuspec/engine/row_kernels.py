@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from valuspec.jit import EntryPoint, entry_point, kernel
 
 LANES = 16
+SOME = 256
+"""Logits looked through at a time."""
 
 
 class RowsNorm(ctypes.Structure):
@@ -98,6 +100,23 @@ class RowsCopy(ctypes.Structure):
     )
 
 
+class RowsTop(ctypes.Structure):
+    """Ids and log probabilities of the likeliest in each row, likeliest first.
+
+    Of equal ones the lowest id comes first. One that is not a number makes probabilities none.
+    """
+
+    _fields_ = (
+        ("taken", ctypes.c_int64),  # rows that threads took
+        ("logits", ctypes.c_int64),  # -> [num_rows, size]
+        ("ids", ctypes.c_int64),  # -> int64 [num_rows, count]
+        ("log_p", ctypes.c_int64),  # -> float32 [num_rows, count]
+        ("num_rows", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+    )
+
+
 @memoize
 def entry(kind: type[ctypes.Structure]) -> EntryPoint:
     """`void work(kind *)`, for any number of threads at once."""
@@ -107,6 +126,7 @@ def entry(kind: type[ctypes.Structure]) -> EntryPoint:
         RowsGate: _gate_rows,
         RowsPick: _pick_rows,
         RowsCopy: _copy_rows,
+        RowsTop: _top_of_rows,
     }[kind]
     pointer = types.CPointer(from_dtype(np.dtype(kind)))  # type: ignore[no-untyped-call]
     return entry_point(types.void(pointer), work)
@@ -178,6 +198,20 @@ def _copy_rows(call: Any) -> None:
     while row < c.num_rows:
         for i in range(c.size):
             y[row, c.first + i] = x[row, i]
+        row = _take(call)
+
+
+def _top_of_rows(call: Any) -> None:
+    c = carray(call, 1)[0]
+    logits = carray(_pointer(c.logits), (c.num_rows, c.size), np.int16)
+    ids = carray(_pointer(c.ids), (c.num_rows, c.count), np.int64)
+    log_p = carray(_pointer(c.log_p), (c.num_rows, c.count), np.float32)
+    values = np.empty(c.size, np.float32)
+    row = _take(call)
+    while row < c.num_rows:
+        for i in range(c.size):
+            values[i] = _widen(logits[row, i])
+        _top_row(values, ids[row], log_p[row])
         row = _take(call)
 
 
@@ -275,6 +309,50 @@ def _gate_row(gate: Any, up: Any, y: Any) -> None:
         x = _widen(gate[i])
         active = _narrow(x / (np.float32(1) + _exp(-x)))
         y[i] = _narrow(_widen(active) * _widen(up[i]))
+
+
+@kernel
+def _top_row(values: Any, ids: Any, log_p: Any) -> None:
+    """The greatest so far are a sorted list; few pieces of a row have anything for it."""
+    count = ids.size
+    ids[:], log_p[:] = 0, -np.inf
+    for first in range(0, values.size, SOME):
+        some = values[first : first + SOME]
+        if not _any_above(some, log_p[count - 1]):
+            continue
+        for index in range(some.size):
+            if some[index] > log_p[count - 1]:
+                at = count - 1
+                while at > 0 and some[index] > log_p[at - 1]:
+                    ids[at], log_p[at] = ids[at - 1], log_p[at - 1]
+                    at -= 1
+                ids[at], log_p[at] = first + index, some[index]
+    log_p -= log_p[0] + np.log(_sum_of_exponentials(values, log_p[0]))
+
+
+@kernel
+def _any_above(x: Any, limit: Any) -> Any:
+    above = np.int32(0)
+    for i in range(x.size):
+        above |= np.int32(x[i] > limit)
+    return above != 0
+
+
+@kernel
+def _sum_of_exponentials(x: Any, greatest: Any) -> Any:
+    """In sixteen lanes, each in order, and then the lanes."""
+    lanes = np.zeros(LANES, np.float32)
+    whole = x.size // LANES
+    for step in range(whole):
+        some = x[LANES * step : LANES * (step + 1)]
+        for i in range(LANES):
+            lanes[i] += _exp(some[i] - greatest)
+    total = np.float32(0)
+    for lane in range(LANES):
+        total += lanes[lane]
+    for i in range(LANES * whole, x.size):
+        total += _exp(x[i] - greatest)
+    return total
 
 
 @kernel

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from valuspec.engine import row_kernels
 from valuspec.engine.bits import as_numpy
+from valuspec.engine.row_kernels import RowsNorm
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of rows, [num_rows, head size] each."""
@@ -28,6 +29,11 @@ class RmsNorm:
         self.weight = weight.detach()
         self.eps = eps
         self.scale = self.weight.float().numpy() if _compiled_for(weight) else None
+
+    def call(self) -> RowsNorm:
+        """What to compute, but for rows, in bf16 in main memory. Valid as long as this object."""
+        assert self.scale is not None
+        return RowsNorm(scale=self.scale.ctypes.data, size=len(self.scale), eps=self.eps)
 
     def of_heads(self, x: torch.Tensor) -> None:
         """Replace each head of x [num_rows, heads, size] by its norm."""
