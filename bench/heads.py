@@ -36,7 +36,8 @@ class HeadReplay:
     def offers(self, trajectories: Sequence[Trajectory]) -> list[list[Offer]]:
         """Candidate trees at every position; the first call times single drafts as well."""
         if not self.draft_s:
-            timed = HeadOffers(self.target, self.choice, self.drafter)
+            list(HeadOffers(self.target, self.choice, self.drafter).along(trajectories[:1]))
+            timed = HeadOffers(self.target, self.choice, self.drafter)  # now that all is compiled
             for trajectory in trajectories[:TIMED]:
                 list(timed.along([trajectory]))
             self.draft_s = timed.draft_s

@@ -149,12 +149,30 @@ def test_more_rows_than_there_was_room_for() -> None:
     assert same(at_once.draft([0], [9])[0], drafted[0])
 
 
+def test_more_nodes_to_expand_than_there_is_room_for_at_first() -> None:
+    """They follow what the step before handed on."""
+    shape = TreeShape(top_k=30, depth=2, total_tokens=40)
+    contexts = [context(seed, 4 + seed) for seed in range(3)]
+    together = drafter_of(head_in_bf16(7), shape)
+    for place, (features, tokens) in enumerate(contexts):
+        observe(together, place, features, tokens)
+    drafts = together.draft([0, 1, 2], [9, 9, 9])
+    for place, (features, tokens) in enumerate(contexts):
+        alone = drafter_of(head_in_bf16(7), shape)
+        observe(alone, place, features, tokens)
+        assert same(alone.draft([place], [9])[0], drafts[place])
+        assert int(drafts[place].tree.depths().max()) == 3
+
+
 def test_numbers_out_of_range_are_refused() -> None:
     features, tokens = context(0, 3)
     shape = TreeShape(top_k=2, depth=1, total_tokens=5)
     drafter = drafter_of(head_in_bf16(5), shape)
     observe(drafter, 0, features, [*tokens[:2], 60])
     with pytest.raises(IndexError, match="token id"):
+        drafter.draft([0], [9])
+    drafter.observe(0, 0, features[:, :90], np.array(tokens))
+    with pytest.raises(ValueError, match="features"):
         drafter.draft([0], [9])
     observe(drafter, 0, features, tokens)
     drafter.draft([0], [9])

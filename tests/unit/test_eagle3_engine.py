@@ -146,6 +146,18 @@ def test_a_draft_is_left_out_while_it_does_not_pay(target) -> None:
     assert 0 < len(calls) <= result.stats.num_steps // 16 + 1
 
 
+def test_a_draft_that_took_long_once_is_not_held_against_the_others(target) -> None:
+    """The first one compiles what it runs."""
+    choice = HeadChoice(head_for(target), "hybrid", TreeShape(4, 2, 16))
+    head = engine_of(target, head=choice, max_batch_size=1).head_source
+    for seconds, expected in ((10.0, 0.0), (0.004, 0.004), (0.005, 0.005), (9.0, 0.005)):
+        head._learn_seconds(seconds)
+        assert head._seconds == expected
+    for _ in range(15):
+        head._learn_seconds(0.02)
+    assert head._seconds == 0.02
+
+
 def test_other_architectures_are_refused() -> None:
     with pytest.raises(ModelError, match="Llama, Mistral, Qwen2 or Qwen3"):
         tiny_target("gpt2").show_features((1, 2, 3))

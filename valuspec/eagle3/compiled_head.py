@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from valuspec.eagle3.head import DraftHead
+from valuspec.eagle3.tree import Likeliest
 from valuspec.engine import path_kernels, row_kernels, team, tile_kernels
 from valuspec.engine.bits import address, aligned_zeros
 from valuspec.engine.compiled_forward import ROOM, within
@@ -32,15 +33,14 @@ from valuspec.engine.row_kernels import (
 from valuspec.engine.row_ops import RmsNorm
 from valuspec.engine.rows import Rows
 
-Likeliest = tuple[NDArray[np.int64], NDArray[np.float32]]
-"""Draft ids and log probabilities, [num_rows, top_k] each, likeliest first."""
-
 
 class CompiledHead:
     """See `valuspec.eagle3.drafter.Steps`. The state between two steps lies in the activations."""
 
-    def __init__(self, head: DraftHead, cache: KvCache, top_k: int, num_positions: int) -> None:
-        """num_positions: for which angles are laid out"""
+    def __init__(
+        self, head: DraftHead, cache: KvCache, top_k: int, num_positions: int, most_rows: int
+    ) -> None:
+        """num_positions: for which angles are laid out; most_rows: nodes to expand at a time"""
         config, layer = head.config, head.midlayer
         self._config, self._top_k = config, top_k
         self._embedding = head.embedding.contiguous()
@@ -89,7 +89,7 @@ class CompiledHead:
         self._gate = np.zeros(1, np.dtype(RowsGate))
         self._top = np.zeros(1, np.dtype(RowsTop))
         self._scratch = aligned_zeros((1,), np.float32)
-        self._num_handed_on = 0
+        self._num_handed_on, self._most_rows = 0, most_rows
         self._make_room(ROOM)
         self._write_down()
 
@@ -97,12 +97,16 @@ class CompiledHead:
     def takes(head: DraftHead) -> bool:
         """Whether there are tiles for all of a head's products; not if `PlainHead` has it."""
         weights = [m.weight for m in head.modules() if isinstance(m, torch.nn.Linear)]
-        return len(weights) > 0 and all(TiledLinear.takes(weight) for weight in weights)
+        tiled = len(weights) > 0 and all(TiledLinear.takes(weight) for weight in weights)
+        return tiled and head.embedding.dtype == torch.bfloat16
 
     def catch_up(
         self, features: torch.Tensor, rows: Rows, known: PathAttention, ends: PathAttention
     ) -> Likeliest:
         """See `Steps`."""
+        expected = (len(rows.token_ids), 3 * self._config.target_hidden_size)
+        if features.shape != expected or features.dtype != torch.bfloat16:
+            raise ValueError(f"features {tuple(features.shape)}, {features.dtype}: not {expected}")
         features = features.contiguous()
         fc, fc_norm = self._products[:1], self._norms[4:]
         fc["x"] = fc_norm["x"] = features.data_ptr()
@@ -168,10 +172,11 @@ class CompiledHead:
     def _make_room(self, num_rows: int) -> None:
         """Give activations of so many rows, or a few more, their places.
 
-        Nothing of the step before is kept: only `catch_up` brings many rows, and it reads nothing.
+        Nothing of the step before is kept: `catch_up` reads nothing of it, and for what is expanded
+        there is room from the beginning.
         """
         config = self._config
-        self._room = max(ROOM, 1 << (num_rows - 1).bit_length())
+        self._room = 1 << (max(ROOM, self._most_rows, num_rows) - 1).bit_length()
         size, mixed_size = config.hidden_size, config.num_heads * config.head_size
         qkv_size = mixed_size + 2 * config.num_kv_heads * config.head_size
         widths = (

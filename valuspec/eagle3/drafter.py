@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from valuspec.drafting.eagle3 import HeadDraft
-from valuspec.eagle3.compiled_head import CompiledHead, Likeliest
+from valuspec.eagle3.compiled_head import CompiledHead
 from valuspec.eagle3.head import DraftHead
 from valuspec.eagle3.plain_head import PlainHead
-from valuspec.eagle3.tree import Growth, TreeShape
+from valuspec.eagle3.tree import Growth, Likeliest, TreeShape
 from valuspec.engine.kv_cache import BLOCK, Int64Array, KvCache
 from valuspec.engine.path_attention import PathAttention
 from valuspec.engine.rows import NEAR, Rows, SequenceRows, build_rows
@@ -87,7 +87,8 @@ class HeadDrafter:
         top_k = min(shape.top_k, config.draft_vocab_size)
         if CompiledHead.takes(head):
             positions = self._first_own + NEAR
-            self._steps: Steps = CompiledHead(head, self._cache, top_k, positions)
+            most = places * top_k
+            self._steps: Steps = CompiledHead(head, self._cache, top_k, positions, most)
         else:
             self._steps = PlainHead(head, top_k)
         self._every = np.arange(places * top_k)
@@ -128,12 +129,12 @@ class HeadDrafter:
         likeliest, lengths = self._catch_up(places)
         near = np.zeros((len(places), NEAR), np.int64)
         for level in range(depth):
-            tokens, parents = growth.add(*likeliest)
+            tokens, parents = growth.add(likeliest)
             rows = self._level(level, places, lengths, tokens, near[parents])
             attention = PathAttention(rows, self._cache)
             likeliest = self._steps.expand(parents, rows, attention)
             near = rows.near
-        growth.add(*likeliest)
+        growth.add(likeliest)
         return growth.drafts(max_depths)
 
     def _catch_up(self, places: Sequence[int]) -> tuple[Likeliest, Int64Array]:

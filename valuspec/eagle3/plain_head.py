@@ -7,8 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from valuspec.eagle3.compiled_head import Likeliest
 from valuspec.eagle3.head import DraftHead
+from valuspec.eagle3.tree import Likeliest
 from valuspec.engine.linear import packed
 from valuspec.engine.path_attention import PathAttention
 from valuspec.engine.rows import Rows

@@ -19,6 +19,8 @@ from valuspec.tree import DraftTree
 
 Int64Array = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
+Likeliest = tuple[Int64Array, FloatArray]
+"""Draft ids and log probabilities of what follows rows, [num_rows, top_k], likeliest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +65,14 @@ class Growth:
         self._num_nodes = 0
         self._frontier = np.full((num_requests, 1), -1)  # the context
 
-    def add(self, draft_ids: Int64Array, log_p: FloatArray) -> tuple[Int64Array, Int64Array]:
+    def add(self, likeliest: Likeliest) -> tuple[Int64Array, Int64Array]:
         """Add a level: the likeliest children of each node of the last frontier.
 
-        draft_ids, log_p: [requests * nodes of the frontier, top_k], likeliest first
+        likeliest: one row for each node of the frontier, one request's behind another's
         Returns of the next frontier, [requests * top_k] each, the tokens, and the parents as rows
         of what was given. Raises ValueError where log_p is not a number.
         """
+        draft_ids, log_p = likeliest
         requests, width = self._frontier.shape
         frontier = np.empty((requests, self.top_k), np.int64)
         tokens, rows = np.empty((2, requests * self.top_k), np.int64)

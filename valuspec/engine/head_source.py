@@ -7,6 +7,7 @@ adds to the expected tokens is remembered by how much the tree had to offer with
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -31,6 +32,7 @@ TRIAL_EVERY = 16
 """Of so many steps without a draft one makes one for a request, to notice when it would pay."""
 MEMORY = 0.05
 """Weight of the latest draft in the averages."""
+LATEST = 15
 Draft = Literal["eagle3", "hybrid"]
 CPU_SHAPES: dict[Draft, TreeShape] = {
     "eagle3": TreeShape(top_k=4, depth=1, total_tokens=13),
@@ -69,7 +71,9 @@ class HeadSource:
         self._drafter = HeadDrafter(choice.head, tables, num_blocks, choice.shape)
         # Tokens a draft added on average, by bucket; hopeful at first.
         self._added = np.full(len(GAIN_EDGES) + 1, 2.0)
-        self._seconds = 0.0  # of a draft, per request
+        # Of the latest drafts, per request. The first one may have compiled what it ran.
+        self._times: deque[float] = deque(maxlen=LATEST)
+        self._seconds = 0.0  # their median
         self._left_out = 0
 
     # ---- what the target has computed
@@ -158,5 +162,6 @@ class HeadSource:
         return bool(self._added[bucket] > price)
 
     def _learn_seconds(self, seconds: float) -> None:
-        weight = MEMORY if self._seconds else 1.0
-        self._seconds += weight * (seconds - self._seconds)
+        self._times.append(seconds)
+        if len(self._times) > 1:
+            self._seconds = sorted(self._times)[(len(self._times) - 1) // 2]
