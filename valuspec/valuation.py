@@ -71,7 +71,8 @@ def select(
     bucket = thresholds.bucket_index(batch_size)
     tau, prices = thresholds.buckets[bucket].tau, thresholds.prices[bucket]
     scale, slope = thresholds.prices_behind(bucket, context)
-    return _keep(value, tau, prices, float(scale), float(slope), min(max_nodes, MAX_NODES))
+    most = min(max_nodes, MAX_NODES)
+    return np.sort(_best(value, tau, prices, float(scale), float(slope), most)[0])
 
 
 def expected_gain(candidate: CandidateTree, thresholds: ThresholdSet, *, batch_size: int) -> float:
@@ -163,7 +164,7 @@ def walk(
             first, last = first_node[position], first_node[position + 1]
             offered = value[: last - first]
             _values(codes[first:last], parents[first:last], rates, offered)
-            nodes = _keep(offered, tau, prices, scales[position], slopes[position], max_nodes)
+            nodes, _ = _best(offered, tau, prices, scales[position], slopes[position], max_nodes)
             positions[steps], kept[steps], accepted[steps] = position, nodes.size, 0
             for node in nodes:
                 accepted[steps] += taken[first + node]
@@ -171,18 +172,6 @@ def walk(
             steps += 1
         position = end
     return positions[:steps].copy(), kept[:steps].copy(), accepted[:steps].copy()
-
-
-@kernel
-def _keep(
-    value: FloatArray,
-    tau: float,
-    prices: NDArray[np.float64],
-    scale: float,
-    slope: float,
-    max_nodes: int,
-) -> IntArray:
-    return np.sort(_best(value, tau, prices, scale, slope, max_nodes)[0])
 
 
 @kernel
